@@ -18,8 +18,8 @@ import aiohttp
 import uvloop
 
 from benchmarks.worker_ways import IN_FLIGHT, ROWS, accuracy, measured, worker_config
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit.worker import multiply, task
 
 

@@ -29,14 +29,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from protocol import codec
-from protocol.config import RunConfig
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest
+from slipstream.protocol import codec
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest
+from slipstream.weight_sync.publisher import Publisher
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.live_queue import LiveQueue, live_queue
 from tests.kit.sync import FakeTransports, probe
-from weight_sync.publisher import Publisher
 
 T = TypeVar("T")
 

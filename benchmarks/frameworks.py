@@ -116,7 +116,7 @@ def train(name: str, snippet: str, model: Path, folder: Path, steps: int) -> dic
     (folder / "task.py").write_text(TASK.format(snippet=snippet), encoding="utf-8")
     settings = ["--model.path", str(model), "--task.path", f"{folder}/task.py:task", "--run.dir", str(folder)]
     settings += ["--run.name", "run", "--learner.steps", str(steps), "--rollout.max_episode_tokens", "400"]
-    command = [sys.executable, "-m", "deploy.cli", "up", str(EXAMPLES / "multiply" / "run.toml"), *settings]
+    command = [sys.executable, "-m", "slipstream.deploy.cli", "up", str(EXAMPLES / "multiply" / "run.toml"), *settings]
     subprocess.run(command, check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines]

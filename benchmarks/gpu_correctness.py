@@ -18,8 +18,8 @@ import torch
 from benchmarks.learner import TOLERANCE, first_step
 from benchmarks.learner_cases import CASES, SIZES, batch
 from benchmarks.learner_ways import Ours, Padded
-from learner.attention import packed
-from learner.feed import packing, trie
+from slipstream.learner.attention import packed
+from slipstream.learner.feed import packing, trie
 
 # Largest difference to a dense mask in float32, of outputs and gradients of about 1.
 ATTENTION = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -125,7 +125,7 @@ def agreement(small: bool) -> dict[str, Any]:
 
 def snapshot(small: bool) -> dict[str, Any]:
     """Take snapshots of float32 weights in bfloat16, and compare the second with a plain cast."""
-    from weight_sync.weights.snapshot import Probe, Snapshot
+    from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
     here = device()
     torch.manual_seed(0)
@@ -179,8 +179,8 @@ def no_synchronisation(small: bool) -> dict[str, Any]:
 
 def checksums(small: bool) -> dict[str, Any]:
     """Compare checksums on the GPU with those on the host, and change a bit."""
-    from weight_sync.vllm.engine.fingerprints import fingerprint
-    from weight_sync.weights.checksum import checksum
+    from slipstream.weight_sync.vllm.engine.fingerprints import fingerprint
+    from slipstream.weight_sync.weights.checksum import checksum
 
     here, size = device(), 2**20 + 3 if small else 2**31 + 3
     torch.manual_seed(0)
@@ -201,8 +201,8 @@ def checksums(small: bool) -> dict[str, Any]:
 
 def ipc(small: bool) -> dict[str, Any]:
     """Let another process open memory of this one, change it and be killed; then let one outlive its exporter."""
-    from weight_sync.transports.gpu.communicator import own_gpu
-    from weight_sync.transports.gpu.ipc import export_storage
+    from slipstream.weight_sync.transports.gpu.communicator import own_gpu
+    from slipstream.weight_sync.transports.gpu.ipc import export_storage
 
     size = 2**20 if small else 14 * 10**9
     memory = torch.zeros(size, dtype=torch.uint8, device=device())
@@ -217,7 +217,7 @@ def ipc(small: bool) -> dict[str, Any]:
     if int(memory[0]) != 7 or int(memory[-1]) != 7:
         raise AssertionError("what the other process wrote is not here")
     exporter, handles = _start(_export, size)
-    from weight_sync.transports.gpu.ipc import open_storage
+    from slipstream.weight_sync.transports.gpu.ipc import open_storage
 
     opened = open_storage(handles.recv(), device())
     exporter.kill()
@@ -227,7 +227,7 @@ def ipc(small: bool) -> dict[str, Any]:
 
 
 def _open_and_fill(pipe: Any, handle: Any) -> None:
-    from weight_sync.transports.gpu.ipc import open_storage
+    from slipstream.weight_sync.transports.gpu.ipc import open_storage
 
     open_storage(handle, device()).fill_(7)
     torch.cuda.synchronize()
@@ -236,8 +236,8 @@ def _open_and_fill(pipe: Any, handle: Any) -> None:
 
 
 def _export(pipe: Any, size: int) -> None:
-    from weight_sync.transports.gpu.communicator import own_gpu
-    from weight_sync.transports.gpu.ipc import export_storage
+    from slipstream.weight_sync.transports.gpu.communicator import own_gpu
+    from slipstream.weight_sync.transports.gpu.ipc import export_storage
 
     memory = torch.full((size,), 9, dtype=torch.uint8, device=device())
     torch.cuda.synchronize()
@@ -247,8 +247,8 @@ def _export(pipe: Any, size: int) -> None:
 
 def nccl(small: bool) -> dict[str, Any]:
     """Make a group of one, broadcast, abort it, and make another."""
-    from weight_sync.transports.gpu.communicator import Communicator, own_gpu
-    from weight_sync.transports.gpu.nccl_library import NcclError
+    from slipstream.weight_sync.transports.gpu.communicator import Communicator, own_gpu
+    from slipstream.weight_sync.transports.gpu.nccl_library import NcclError
 
     gpu, began = own_gpu(device()), time.perf_counter()
     for _ in range(2):
@@ -268,7 +268,7 @@ def nccl(small: bool) -> dict[str, Any]:
 
 def nccl_on_one_gpu(small: bool) -> dict[str, Any]:
     """Let two processes try to meet on one GPU: both must raise within the time limit."""
-    from weight_sync.transports.gpu.communicator import own_gpu
+    from slipstream.weight_sync.transports.gpu.communicator import own_gpu
 
     unique_id = own_gpu(device()).library.unique_id()
     began = time.perf_counter()
@@ -283,8 +283,8 @@ def nccl_on_one_gpu(small: bool) -> dict[str, Any]:
 
 
 def _meet(pipe: Any, unique_id: bytes, rank: int) -> None:
-    from weight_sync.transports.gpu.communicator import Communicator, own_gpu
-    from weight_sync.transports.gpu.nccl_library import NcclError
+    from slipstream.weight_sync.transports.gpu.communicator import Communicator, own_gpu
+    from slipstream.weight_sync.transports.gpu.nccl_library import NcclError
 
     try:
         Communicator(own_gpu(device()), JOIN_S).meet(unique_id, 2, rank)

@@ -72,5 +72,5 @@ def of_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _slipstream(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    command = [sys.executable, "-m", "slipstream.deploy.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=check)

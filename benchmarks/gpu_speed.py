@@ -19,18 +19,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from benchmarks.gpu_correctness import device
 from benchmarks.learner import compare
 from benchmarks.learner_cases import CASES, SIZES, Shape, batch
-from deploy.servers import gpu_memory
-from deploy.servers.model_shape import ModelShape
-from learner.feed import packing
-from learner.feed.packing import PackedRow, pack
-from learner.model import loading
-from learner.model.logprobs import LmHead, token_scores
-from learner.model.policy import Policy, Scoring
-from learner.model.precision import Precision
-from learner.ranks import wrapping
-from learner.training.flops import Work, peak
-from learner.training.trainer import Trainer
-from protocol.config import LearnerSection, RunConfig
+from slipstream.deploy.servers import gpu_memory
+from slipstream.deploy.servers.model_shape import ModelShape
+from slipstream.learner.feed import packing
+from slipstream.learner.feed.packing import PackedRow, pack
+from slipstream.learner.model import loading
+from slipstream.learner.model.logprobs import LmHead, token_scores
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.precision import Precision
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.training.flops import Work, peak
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import LearnerSection, RunConfig
 
 # As published for Qwen3-0.6B, Qwen2.5-1.5B and Qwen3-4B.
 SHAPES = {

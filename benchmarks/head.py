@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from learner.model import logprobs
-from learner.model.logprobs import LmHead, token_scores
-from protocol.config import LearnerSection
+from slipstream.learner.model import logprobs
+from slipstream.learner.model.logprobs import LmHead, token_scores
+from slipstream.protocol.config import LearnerSection
 from tests.kit.memory import LiveBytes
 
 MIB = 2**20

@@ -28,9 +28,9 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from benchmarks.queue_process import ROOT, Program, Settings, queue
-from protocol import access, codec
-from protocol.client import JSON, MSGPACK, QueueClient
-from protocol.messages import BeginSession, Server, ServerState, TicketRequest
+from slipstream.protocol import access, codec
+from slipstream.protocol.client import JSON, MSGPACK, QueueClient
+from slipstream.protocol.messages import BeginSession, Server, ServerState, TicketRequest
 
 TOKEN = "secret"
 HANG_S = 30.0

@@ -24,10 +24,10 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from benchmarks.learner import measure
 from benchmarks.learner_cases import CASES, SIZES, Batch, batch
 from benchmarks.learner_ways import SECTION
-from learner.attention import layouts
-from learner.feed.packing import PACKED_ATTENTION, pack
-from learner.model.policy import Policy, Scoring
-from learner.training.trainer import Trainer
+from slipstream.learner.attention import layouts
+from slipstream.learner.feed.packing import PACKED_ATTENTION, pack
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.training.trainer import Trainer
 
 DENSE = SIZES["7M"]
 

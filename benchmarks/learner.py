@@ -36,7 +36,7 @@ import torch
 from benchmarks.learner_cases import CASES, SIZES, Shape, Size, batch
 from benchmarks.learner_floor import Floor
 from benchmarks.learner_ways import Ours, Padded, Way
-from protocol.config import LearnerSection
+from slipstream.protocol.config import LearnerSection
 
 # Differences of gradients divided by their norm, float32 on a CPU. In bfloat16 a token at the clip's edge may flip.
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}

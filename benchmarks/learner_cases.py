@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import Sample
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import Sample
 from tests.kit.learner import step_rollouts
 from tests.kit.model import tiny_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from learner.feed.packing import PackedRow
+from slipstream.learner.feed.packing import PackedRow
 
 # Words of the vocabulary that a product of the output layer takes at a time.
 WORDS = 768

@@ -39,12 +39,12 @@ from accelerate import PartialState
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import CheckpointInfo, Sources
-from learner.ranks.team import Team
-from learner.run import build_trainer
-from learner.training.trainer import Trainer
-from protocol.config import RunConfig
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.ranks.team import Team
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import RunConfig
 from tests.kit.model import tiny_model
 
 dist: Any = torch.distributed

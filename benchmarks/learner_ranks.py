@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from benchmarks.learner_cases import CASES, SIZES, Batch, batch
-from learner.feed.packing import pack
-from learner.ranks import launch
-from learner.run import build_trainer
-from learner.training.trainer import Trainer
-from protocol.config import LearnerSection, RunConfig
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.ranks import launch
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import LearnerSection, RunConfig
 
 RANKS = 2
 LONGEST = 2048

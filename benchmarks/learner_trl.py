@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.learner_cases import Batch, Size
 from benchmarks.learner_ways import SECTION, advantages_of
-from learner.training import optimiser
+from slipstream.learner.training import optimiser
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 with warnings.catch_warnings():

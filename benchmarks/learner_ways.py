@@ -13,14 +13,14 @@ from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.learner_cases import Batch, Size
-from learner.algorithm.algorithm import Algorithm
-from learner.feed import packing
-from learner.feed.packing import PackedRow, Sample, pack
-from learner.model.policy import Policy, Scoring
-from learner.model.precision import Precision
-from learner.training import optimiser
-from learner.training.trainer import Trainer
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.feed import packing
+from slipstream.learner.feed.packing import PackedRow, Sample, pack
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.precision import Precision
+from slipstream.learner.training import optimiser
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import LearnerSection
 
 # The rate is so low that the weights, and with them the work, stay the same. Without `delta`, which the other ways do
 # not have: random policies as wide as a real one are far enough from the sampler's log-probs for it to cut tokens off.

@@ -30,10 +30,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple, TypeVar
 
-from protocol.messages import BeginSession, LeaseAck, Server, ServerState
-from rollout_queue.ledger import evaluations, leases, servers, tickets
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import (
+from slipstream.protocol.messages import BeginSession, LeaseAck, Server, ServerState
+from slipstream.rollout_queue.ledger import evaluations, leases, servers, tickets
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import (
     Decision,
     GroupFacts,
     RunState,
@@ -42,7 +42,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
 from tests.kit import config
 
 T = TypeVar("T")

@@ -25,11 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.commands import probe
-from deploy.planning.calibration import calibrated, sharing_cores
-from deploy.planning.rates import Measured, Rates, read_record
-from deploy.planning.simulation import Simulation
-from protocol.config import RunConfig
+from slipstream.deploy.commands import probe
+from slipstream.deploy.planning.calibration import calibrated, sharing_cores
+from slipstream.deploy.planning.rates import Measured, Rates, read_record
+from slipstream.deploy.planning.simulation import Simulation
+from slipstream.protocol.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "multiply"
@@ -104,7 +104,7 @@ def run(name: str, folder: Path, model: Path, arguments: argparse.Namespace) -> 
         task.write_text(BEGIN.format(path=str(EXAMPLE / "task.py")) + SLOW[name])
         given["task.path"] = f"{task}:task"
     options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "deploy", "up", str(EXAMPLE / "run.toml"), *options]
+    command = [sys.executable, "-m", "slipstream.deploy", "up", str(EXAMPLE / "run.toml"), *options]
     subprocess.run(command, cwd=ROOT, env={**os.environ}, stdout=sys.stderr, check=True)
     return folder / name
 

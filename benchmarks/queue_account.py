@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.queue_load import Connection, rollouts_of
-from protocol import access, codec, reasons
-from protocol.client import MSGPACK, QueueClient, QueueError, QueueRefused
-from protocol.config import load
-from protocol.messages import (
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import MSGPACK, QueueClient, QueueError, QueueRefused
+from slipstream.protocol.config import load
+from slipstream.protocol.messages import (
     BeginSession,
     Group,
     LeaseAck,
@@ -28,7 +28,7 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.store import open_for_reading
+from slipstream.rollout_queue.store import open_for_reading
 
 GROUPS_PER_STEP = 8
 KILOBYTES = 64

@@ -50,9 +50,9 @@ from benchmarks.queue_load import (
     viewers,
 )
 from benchmarks.queue_process import ECHOS, ROOT, Program, Settings, echo, queue
-from protocol import access, codec
-from protocol.client import QueueClient
-from protocol.messages import Group, LeaseRequest, TicketRequest
+from slipstream.protocol import access, codec
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.messages import Group, LeaseRequest, TicketRequest
 
 RUN_NAME = "cost"
 PERMITS_PER_DEPTH = 16
@@ -150,7 +150,7 @@ def fill_store(checkout: Path, folder: Path, tickets: int) -> None:
         return
     path = folder / RUN_NAME / "queue.db"
     path.parent.mkdir()
-    make = f"from rollout_queue.store.sqlite import SqliteStore; SqliteStore(Path({str(path)!r})).close()"
+    make = f"from slipstream.rollout_queue.store.sqlite import SqliteStore; SqliteStore(Path({str(path)!r})).close()"
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [sys.executable, "-c", f"from pathlib import Path; {make}"]
     subprocess.run(command, env=environment, cwd=checkout, check=True)

@@ -46,9 +46,9 @@ from benchmarks.queue_account import (
 )
 from benchmarks.queue_load import ROLLOUTS, Connection
 from benchmarks.queue_process import Settings, free_port, start, write_run_file
-from protocol import access
-from protocol.client import QueueClient
-from protocol.messages import RunPosition
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.messages import RunPosition
 from tests.kit.postgres import Cluster, find_programs
 
 WORKERS = 16

@@ -205,8 +205,8 @@ async def measure(queue: Any, given: argparse.Namespace, template: Path) -> dict
     import asyncio
 
     from benchmarks.queue_load import Connection, begin, ready
-    from protocol import access, codec
-    from protocol.messages import Fingerprint
+    from slipstream.protocol import access, codec
+    from slipstream.protocol.messages import Fingerprint
 
     port, process = queue.port, queue.process
     await ready(queue)
@@ -280,8 +280,8 @@ async def measure(queue: Any, given: argparse.Namespace, template: Path) -> dict
 async def learn(queue: Any, seconds: list[float]) -> None:
     """Lease and acknowledge until cancelled, and note the seconds of answers that wait for nothing."""
     from benchmarks.queue_load import Connection
-    from protocol import access, codec
-    from protocol.messages import Group, LeaseAck, LeaseReply, LeaseRequest, RunPosition
+    from slipstream.protocol import access, codec
+    from slipstream.protocol.messages import Group, LeaseAck, LeaseReply, LeaseRequest, RunPosition
 
     connection = Connection(queue.port)
     while True:
@@ -312,8 +312,8 @@ def main() -> None:
 
     from benchmarks.queue_load import ROLLOUTS, rollouts_of
     from benchmarks.queue_process import ROOT, Settings, queue
-    from protocol import codec
-    from protocol.messages import Group
+    from slipstream.protocol import codec
+    from slipstream.protocol.messages import Group
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2000)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.queue_process import Program
-from protocol import access, codec
-from protocol.client import JSON, MSGPACK
-from protocol.messages import (
+from slipstream.protocol import access, codec
+from slipstream.protocol.client import JSON, MSGPACK
+from slipstream.protocol.messages import (
     BeginSession,
     Fingerprint,
     Group,

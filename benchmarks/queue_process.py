@@ -15,13 +15,16 @@ from typing import IO
 
 import psutil
 
-from rollout_queue.service import listen
+from slipstream.rollout_queue.service import listen
 from tests.kit.postgres import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVE = (
-    "import sys; from protocol.config import load; from rollout_queue.service import serve; serve(load(sys.argv[1]))"
-)
+SERVE = """
+import sys
+from slipstream.protocol.config import load
+from slipstream.rollout_queue.service import serve
+serve(load(sys.argv[1]))
+"""
 
 Settings = dict[str, str | int | float]
 """Values of a run file by their dotted names."""

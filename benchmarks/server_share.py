@@ -26,10 +26,10 @@ from typing import Any
 import aiohttp
 
 from benchmarks.trl_async import serving
-from deploy.servers import vllm_server
-from deploy.servers.devices import place_devices
-from protocol.config import RunConfig, load
-from protocol.trained_record import RECORD_FOLDER, read_record
+from slipstream.deploy.servers import vllm_server
+from slipstream.deploy.servers.devices import place_devices
+from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.trained_record import RECORD_FOLDER, read_record
 
 ALONE_S = 60.0
 
@@ -37,7 +37,7 @@ ALONE_S = 60.0
 def run(run_file: Path, folder: Path, steps: int, settings: list[str]) -> Path:
     """Train, and return the run directory."""
     given = ["--run.dir", str(folder), "--run.name", "share", "--learner.steps", str(steps), "--queue.record", "true"]
-    command = [sys.executable, "-m", "deploy.cli", "up", str(run_file), *given, *settings]
+    command = [sys.executable, "-m", "slipstream.deploy.cli", "up", str(run_file), *given, *settings]
     subprocess.run(command, check=True, stdout=sys.stderr)
     return folder / "share"
 

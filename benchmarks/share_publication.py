@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.ranks.follower import ShareFollower
+from slipstream.weight_sync.ranks.leader import FollowingRanks
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import build_transport
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.kit import config as run_config
 from tests.kit.fake_vllm import FakeVllm, serving
-from weight_sync.ranks.follower import ShareFollower
-from weight_sync.ranks.leader import FollowingRanks
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import build_transport
-from weight_sync.weights.snapshot import Probe, Snapshot
 
 TENSORS = 48
 NOTHING = Probe([], np.zeros(0, dtype=np.float32))
@@ -83,8 +83,8 @@ def receive(pipe: Connection) -> None:
     """Run the server's worker, as `StagedEngine` does without a model."""
     from importlib import import_module
 
-    from weight_sync.transports.receiver import Worker, of_one_version
-    from weight_sync.transports.registry import TRANSPORTS
+    from slipstream.weight_sync.transports.receiver import Worker, of_one_version
+    from slipstream.weight_sync.transports.registry import TRANSPORTS
 
     torch.set_num_threads(1)
     receivers: list[Any] = []

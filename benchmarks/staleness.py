@@ -59,7 +59,7 @@ def run(way: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
             **settings,
         }
         options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "deploy", "up", str(EXAMPLE / "run.toml"), *options]
+        command = [sys.executable, "-m", "slipstream.deploy", "up", str(EXAMPLE / "run.toml"), *options]
         journal = Path(runs) / name / "metrics.jsonl"
         with subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stdout=sys.stderr) as started:
             collapsed = not ends(started, journal, arguments.patience)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import waiting
-from deploy.servers import cpu_build, vllm_server
+from slipstream.deploy.servers import cpu_build, vllm_server
 
 # Rollouts in flight, and in TRL's queue, by side; None keeps TRL's own.
 BOUNDS = {"trl": None, "trl, bounded": (256, 128)}

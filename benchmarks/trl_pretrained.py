@@ -37,9 +37,9 @@ from typing import Any
 
 from benchmarks.saved_weights import Times, successes
 from benchmarks.trl_async import WORKER_EXTENSION, serving
-from deploy.servers import devices, vllm_server
-from protocol.config import RunConfig, load
-from protocol.config.text import to_toml
+from slipstream.deploy.servers import devices, vllm_server
+from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.config.text import to_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "pretrained"
@@ -90,7 +90,7 @@ def settings(arguments: argparse.Namespace, seed: int, folder: Path) -> list[str
 
 def run_slipstream(given: list[str], config: RunConfig, environment: dict[str, str]) -> dict[str, Any]:
     """Run Slipstream once and return its figures."""
-    command = [sys.executable, "-m", "deploy", "up", str(EXAMPLE / "run.toml"), *given]
+    command = [sys.executable, "-m", "slipstream.deploy", "up", str(EXAMPLE / "run.toml"), *given]
     subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     dropped: dict[str, int] = {}

@@ -17,7 +17,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from benchmarks import trl_on_cpu
 from benchmarks.saved_weights import Saved
-from protocol.config import load
+from slipstream.protocol.config import load
 
 
 def correct(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:

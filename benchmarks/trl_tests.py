@@ -261,7 +261,7 @@ def server(work: Path, model: str) -> Iterator[str]:
         f'args = ["--max-num-batched-tokens", "2048", "--kv-cache-memory-bytes", "128M", "--block-size", "32"]\n'
     )
     with (work / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "deploy.cli", "vllm", str(run_file)]
+        command = [sys.executable, "-m", "slipstream.deploy.cli", "vllm", str(run_file)]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment(), start_new_session=True)
     try:
         until = time.monotonic() + 300

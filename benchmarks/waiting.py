@@ -55,7 +55,7 @@ def run(checkout: Path, way: str, arguments: argparse.Namespace, seed: int = 0) 
             **({} if episodes is None else {"worker.episodes": episodes}),
         }
         options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "deploy", "up", str(EXAMPLE / "run.toml"), *options]
+        command = [sys.executable, "-m", "slipstream.deploy", "up", str(EXAMPLE / "run.toml"), *options]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         subprocess.run(command, cwd=checkout, env=environment, stdout=sys.stderr, check=True)
         folder = Path(runs) / "waiting"

@@ -37,18 +37,18 @@ import torch
 
 from benchmarks.weight_sync_baseline import Baseline
 from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Load, Size, machine, model_of, serving, under_load
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server.answers import Swap
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.transports.base import Sent, StagedTransport
+from slipstream.weight_sync.transports.gloo.group import GlooGroup
+from slipstream.weight_sync.transports.gloo.sender import GlooSender
+from slipstream.weight_sync.weights.delta_base import DeltaPath
+from slipstream.weight_sync.weights.host_memory import Reserve, fresh, touch
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 from tests.kit.ports import free_port
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server.answers import Swap
-from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Sent, StagedTransport
-from weight_sync.transports.gloo.group import GlooGroup
-from weight_sync.transports.gloo.sender import GlooSender
-from weight_sync.weights.delta_base import DeltaPath
-from weight_sync.weights.host_memory import Reserve, fresh, touch
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 UNDISTURBED_S = 1.0

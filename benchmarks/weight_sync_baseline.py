@@ -15,12 +15,12 @@ import aiohttp
 import torch
 import torch.distributed
 
-from weight_sync.server.cancellation import gather, on_thread
-from weight_sync.server.control import ServerControl
-from weight_sync.vllm.worker import SlipstreamWorker
-from weight_sync.weights.host_memory import Staging
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.weight_sync.server.cancellation import gather, on_thread
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.vllm.worker import SlipstreamWorker
+from slipstream.weight_sync.weights.host_memory import Staging
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
@@ -70,7 +70,7 @@ class Worker(SlipstreamWorker):
 
     def slipstream_bench_in_place(self, manifest: dict[str, Any]) -> None:
         """Receive and load into the live model in one call. Nothing else in the engine runs meanwhile."""
-        from weight_sync.vllm.engine.reload import load_staged
+        from slipstream.weight_sync.vllm.engine.reload import load_staged
 
         layout = Manifest(**manifest)
         flat = self.slipstream_bench_buffer.take(layout.total_bytes())

@@ -23,8 +23,8 @@ import aiohttp
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy.servers import vllm_server
-from protocol.config import RunConfig, load
+from slipstream.deploy.servers import vllm_server
+from slipstream.protocol.config import RunConfig, load
 from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[1]

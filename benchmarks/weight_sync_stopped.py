@@ -28,15 +28,15 @@ import torch
 import uvicorn
 
 from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Server, machine, model_of, serving
-from protocol.client import QueueClient
-from protocol.config import RunConfig
-from protocol.messages import BeginSession
-from protocol.messages import Server as Registered
-from rollout_queue.api.app import create_app
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import BeginSession
+from slipstream.protocol.messages import Server as Registered
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.weights.snapshot import Probe, probe_token_ids
 from tests.kit import config as kit_config
-from weight_sync.publisher import Publisher
-from weight_sync.weights.snapshot import Probe, probe_token_ids
 
 SIZE = "1M"
 # Of 512 x 512 matrices: about 0.3 s on one core.

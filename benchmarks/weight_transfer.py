@@ -32,15 +32,15 @@ from typing import Any
 
 import torch
 
-from weight_sync.server.cancellation import on_thread
-from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.offers import Offer
-from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.staging import Record, SharedStaging
-from weight_sync.vllm.chunk_route import serve_chunks
-from weight_sync.weights.delta_codec import apply, encode_delta
-from weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.transports.http.blob_server import BlobServer
+from slipstream.weight_sync.transports.http.chunks import ChunkList, digest_of
+from slipstream.weight_sync.transports.http.offers import Offer
+from slipstream.weight_sync.transports.http.pull import Pull
+from slipstream.weight_sync.transports.http.staging import Record, SharedStaging
+from slipstream.weight_sync.vllm.chunk_route import serve_chunks
+from slipstream.weight_sync.weights.delta_codec import apply, encode_delta
+from slipstream.weight_sync.weights.manifest import Manifest
 
 LEARNING_RATE = 1e-6
 

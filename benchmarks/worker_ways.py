@@ -14,21 +14,21 @@ from typing import Any
 import uvloop
 
 from benchmarks.worker_figures import LagProbe, figures
-from protocol.config import ConfigError, RunConfig
-from protocol.messages import Rollout
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.format_check import check_tool_format
-from rollout_worker.episodes.conversation import ConversationSource
-from rollout_worker.episodes.episode import Episode, EpisodeSetup
-from rollout_worker.episodes.source import GroupPlan, SourceContext, prompt_ids, side_by_side
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
-from rollout_worker.inference.router import Affinity
-from rollout_worker.sources import source_of
-from rollout_worker.task.task import Task
-from rollout_worker.ticket_loop import Worker
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import UserCode
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import Rollout
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.format_check import check_tool_format
+from slipstream.rollout_worker.episodes.conversation import ConversationSource
+from slipstream.rollout_worker.episodes.episode import Episode, EpisodeSetup
+from slipstream.rollout_worker.episodes.source import GroupPlan, SourceContext, prompt_ids, side_by_side
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.sources import source_of
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.ticket_loop import Worker
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config, renderer_cases, template_cases
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
 from tests.kit.worker import multiply, row, task

@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     try:
-        from deploy.cli import main as run
+        from slipstream.deploy.cli import main as run
 
         run()
     except KeyboardInterrupt:

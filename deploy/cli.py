@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from deploy.clusters.roles import check_release
-from deploy.commands import cluster, look, queue, report, summary
-from deploy.commands.arguments import (
+from slipstream.deploy.clusters.roles import check_release
+from slipstream.deploy.commands import cluster, look, queue, report, summary
+from slipstream.deploy.commands.arguments import (
     AsJson,
     ending_at_once,
     leave,
@@ -27,14 +27,14 @@ from deploy.commands.arguments import (
     print_json,
     reading,
 )
-from deploy.commands.look import QueueUrl, RunFilePath
-from deploy.run.process_keeper import TAKEN_OVER, RunFailed
-from deploy.run.supervisor import SIGNALS
-from deploy.servers import devices, probes, tokens
-from deploy.servers.tokens import check_arguments, check_secret
-from protocol import access, log_lines, reasons
-from protocol.client import QueueError, QueueRefused
-from protocol.config import (
+from slipstream.deploy.commands.look import QueueUrl, RunFilePath
+from slipstream.deploy.run.process_keeper import TAKEN_OVER, RunFailed
+from slipstream.deploy.run.supervisor import SIGNALS
+from slipstream.deploy.servers import devices, probes, tokens
+from slipstream.deploy.servers.tokens import check_arguments, check_secret
+from slipstream.protocol import access, log_lines, reasons
+from slipstream.protocol.client import QueueError, QueueRefused
+from slipstream.protocol.config import (
     ConfigError,
     Finding,
     Need,
@@ -45,9 +45,9 @@ from protocol.config import (
     resolve,
     to_toml,
 )
-from protocol.config.checks import find_algorithm_warnings, find_quorum_warnings
-from protocol.config.fingerprint import release
-from protocol.config.text import nearest
+from slipstream.protocol.config.checks import find_algorithm_warnings, find_quorum_warnings
+from slipstream.protocol.config.fingerprint import release
+from slipstream.protocol.config.text import nearest
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -84,7 +84,7 @@ def init(
     model: Annotated[str, typer.Option(help="a local model folder, or a Hugging Face hub name")] = "Qwen/Qwen3-0.6B",
 ) -> None:
     """Write a run file, a task and its data to start from."""
-    from deploy.commands.setup import write_task_files
+    from slipstream.deploy.commands.setup import write_task_files
 
     write_task_files(folder, model)
 
@@ -92,7 +92,7 @@ def init(
 @app.command(**reading(*RUN, "queue.port", "queue.store", "vllm.port", "vllm.count", "vllm.servers"))
 def doctor(context: typer.Context, run_file: OptionalRunFilePath = None, as_json: AsJson = False) -> None:
     """Show packages, devices, the run's store, and what is broken."""
-    from deploy.commands.setup import examine
+    from slipstream.deploy.commands.setup import examine
 
     raise typer.Exit(examine(load(run_file, context.args) if run_file else None, as_json))
 
@@ -140,7 +140,7 @@ def worker(
     name: Annotated[str | None, typer.Option(help="the worker's name; default: host and process id")] = None,
 ) -> None:
     """Run one rollout worker. Any number may join and leave."""
-    from rollout_worker.worker import run
+    from slipstream.rollout_worker.worker import run
 
     config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
     access.hide_token()  # Programs that the task's code starts must not read it.
@@ -179,10 +179,10 @@ def learner(
     probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
     # Importing torch takes seconds; report a wrong setting before that.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
-    from learner.ranks.liveness import RANK_LOST, RankLost
-    from learner.ranks.stopping import LearnerFailed
-    from learner.run import run
-    from weight_sync.publisher import PublishError
+    from slipstream.learner.ranks.liveness import RANK_LOST, RankLost
+    from slipstream.learner.ranks.stopping import LearnerFailed
+    from slipstream.learner.run import run
+    from slipstream.weight_sync.publisher import PublishError
 
     access.hide_token()  # Callbacks, and programs that they start, must not read it.
     if config.learner.epochs is not None:
@@ -220,7 +220,7 @@ def vllm(
     ] = None,
 ) -> None:
     """Run vLLM's server with the flags that RL needs."""
-    from deploy.servers.vllm_server import join, run
+    from slipstream.deploy.servers.vllm_server import join, run
 
     if to_join is None and (name or advertise):
         raise ConfigError("--name and --advertise are for a server that joins a run: add --join QUEUE_URL")
@@ -282,7 +282,7 @@ def plan(
     ] = False,
 ) -> None:
     """Predict speed and waits from a run's record; say which change helps most."""
-    from deploy.commands.plan import run
+    from slipstream.deploy.commands.plan import run
 
     run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json, out, probe)
 
@@ -322,7 +322,7 @@ def replay(
 ) -> None:
     """Repeat a run's training from its record alone. For bug reports."""
     probes.require_modules("slipstream replay", probes.LEARNER_MODULES)
-    from deploy.commands.replay import run
+    from slipstream.deploy.commands.replay import run
 
     run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
 
@@ -334,7 +334,7 @@ app.command(name="token")(tokens.print_token)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check everything that can be checked before a process starts. `up` reads the result from stdout: the error, or
     a JSON object of what was measured."""
-    from deploy.checks.preflight import check_run
+    from slipstream.deploy.checks.preflight import check_run
 
     code = 0
     # The task file may print; keep that out of the answer.
@@ -354,8 +354,8 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
 
 def _with_steps(config: RunConfig) -> RunConfig:
     """Load the task to count its rows, and return `config` with `learner.steps` in place of `learner.epochs`."""
-    from deploy.run import run_directory
-    from rollout_worker.task.task import load_task
+    from slipstream.deploy.run import run_directory
+    from slipstream.rollout_worker.task.task import load_task
 
     rows = load_task(config.task).rows.size
     counted = run_directory.with_steps_for_epochs(config, rows)

@@ -1,6 +1,8 @@
-"""`python -m learner run.toml [--queue URL] [--resume [--take-over]] [--section.key value]`, or by `accelerate launch`.
+"""`python -m slipstream.learner run.toml [--queue URL] [--resume [--take-over]] [--section.key value]`.
 
-`python -m learner --rank` is another rank, which rank 0 starts on its own machine and which ends with it.
+`accelerate launch -m slipstream.learner` starts it too.
+
+`python -m slipstream.learner --rank` is another rank, which rank 0 starts on its own machine and which ends with it.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ def main(arguments: list[str]) -> int:
     """
     if arguments == ["--rank"]:
         return follow_rank_0()
-    from learner.ranks.stopping import LearnerFailed
-    from learner.run import run
-    from protocol import access
-    from protocol.client import QueueError
-    from protocol.config import ConfigError, load
-    from weight_sync.publisher import PublishError
+    from slipstream.learner.ranks.stopping import LearnerFailed
+    from slipstream.learner.run import run
+    from slipstream.protocol import access
+    from slipstream.protocol.client import QueueError
+    from slipstream.protocol.config import ConfigError, load
+    from slipstream.weight_sync.publisher import PublishError
 
     given, settings = _parser().parse_known_args(arguments)
     try:
@@ -43,7 +45,9 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m learner", usage="%(prog)s run.toml [options] [--section.key value ...]", allow_abbrev=False
+        prog="python -m slipstream.learner",
+        usage="%(prog)s run.toml [options] [--section.key value ...]",
+        allow_abbrev=False,
     )
     parser.add_argument("run_file", metavar="run.toml")
     parser.add_argument("--queue", metavar="URL", help="URL of the queue, or of several, separated by commas")
@@ -59,10 +63,10 @@ def follow_rank_0() -> int:
         The exit code: 0 there is nothing left to do, 1 rank 0 has gone, 2 the model cannot be loaded here.
     """
     threading.Thread(target=_end_with_rank_0, name="rank-0", daemon=True).start()
-    from learner.ranks.environment import place
-    from learner.ranks.liveness import RankLost
-    from learner.run import follow
-    from protocol.config import ConfigError
+    from slipstream.learner.ranks.environment import place
+    from slipstream.learner.ranks.liveness import RankLost
+    from slipstream.learner.run import follow
+    from slipstream.protocol.config import ConfigError
 
     here = place(os.environ, ranks=1)
     try:
@@ -84,7 +88,7 @@ if __name__ == "__main__":
     # Until the learner handles it, Ctrl-C ends the process without a traceback: torch loads for seconds.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from protocol import log_lines
+    from slipstream.protocol import log_lines
 
     log_lines.set_up()
     sys.exit(main(sys.argv[1:]))

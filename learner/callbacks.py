@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-import learner
-from learner.ranks.stopping import LearnerFailed, Stopped
-from learner.report.records import StepRecord
-from learner.report.tracking import numbers, sent_settings
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, RunConfig
-from protocol.config.load import import_for
+from slipstream import learner
+from slipstream.learner.ranks.stopping import LearnerFailed, Stopped
+from slipstream.learner.report.records import StepRecord
+from slipstream.learner.report.tracking import numbers, sent_settings
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.load import import_for
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

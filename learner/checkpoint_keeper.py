@@ -15,20 +15,20 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from math import inf
 
-from learner import start
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointError, CheckpointInfo
-from learner.evaluator import Evaluator
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.ranks.stopping import Stop
-from learner.report.progress import TerminalProgress
-from learner.report.records import EvaluationRecord
-from learner.training.trainer import Trainer
-from protocol import checkpoints as places
-from protocol.checkpoints import Best
-from protocol.client import QueueError
-from protocol.config import LearnerSection, RunConfig
-from protocol.messages import RunPosition
+from slipstream.learner import start
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointError, CheckpointInfo
+from slipstream.learner.evaluator import Evaluator
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.ranks.stopping import Stop
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.records import EvaluationRecord
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.checkpoints import Best
+from slipstream.protocol.client import QueueError
+from slipstream.protocol.config import LearnerSection, RunConfig
+from slipstream.protocol.messages import RunPosition
 
 # A checkpoint may take this many times as long as the one before.
 MARGIN = 1.5

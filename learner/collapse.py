@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from learner import start
-from learner.checkpoints import checkpoint as checkpoints
-from learner.ranks.stopping import LearnerFailed
-from learner.report.records import StepRecord
-from protocol import checkpoints as places
-from protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
-from protocol.config import RunConfig
+from slipstream.learner import start
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.ranks.stopping import LearnerFailed
+from slipstream.learner.report.records import StepRecord
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
+from slipstream.protocol.config import RunConfig
 
 
 class PolicyDestroyed(LearnerFailed):

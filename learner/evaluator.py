@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.report.journal import Journal
-from learner.report.progress import TerminalProgress
-from learner.report.records import FILE_NAME, EvaluationRecord
-from protocol import reasons
-from protocol.client import QueueRefused
-from protocol.config import RunConfig
-from protocol.status import Evaluation, EvaluationRequest, describe_evaluation, evaluation_metrics
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.report.journal import Journal
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.records import FILE_NAME, EvaluationRecord
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueRefused
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.status import Evaluation, EvaluationRequest, describe_evaluation, evaluation_metrics
 
 _POLL_S = 10.0
 

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.feeder import Feeder
-from learner.feed.step_draft import Batch
-from learner.model.adapter import Adapter
-from learner.ranks.liveness import RankLost
-from learner.ranks.stopping import Stop, Stopped
-from learner.report.progress import TerminalProgress
-from learner.report.records import StepRecord, StepTimes
-from learner.report.token_views import with_tokens
-from learner.session import Session, begin_session
-from learner.training.trainer import StepMetrics, Trainer
-from protocol import tracing
-from protocol.client import RunFinished
-from protocol.config import RunConfig, adapter_checks
-from weight_sync.fleet import adapter_publication
-from weight_sync.publisher import Publisher
-from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
+from slipstream.learner.checkpoints.checkpoint import Checkpoint
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.feeder import Feeder
+from slipstream.learner.feed.step_draft import Batch
+from slipstream.learner.model.adapter import Adapter
+from slipstream.learner.ranks.liveness import RankLost
+from slipstream.learner.ranks.stopping import Stop, Stopped
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.records import StepRecord, StepTimes
+from slipstream.learner.report.token_views import with_tokens
+from slipstream.learner.session import Session, begin_session
+from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.protocol import tracing
+from slipstream.protocol.client import RunFinished
+from slipstream.protocol.config import RunConfig, adapter_checks
+from slipstream.weight_sync.fleet import adapter_publication
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

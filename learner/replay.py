@@ -20,19 +20,19 @@ from typing import Any
 import msgspec
 import torch
 
-from learner import start
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from learner.feed.step_draft import Batch, Draft, LeasedGroup
-from learner.report.journal import Journal
-from learner.report.progress import TerminalProgress
-from learner.report.records import StepRecord, StepTimes
-from learner.run import build_trainer
-from learner.training.trainer import DivergedError, StepMetrics, Trainer
-from protocol import checkpoints as places
-from protocol import trained_record as records
-from protocol.config import ConfigError, RunConfig
-from protocol.trained_record import RecordedStep, RecordError, RecordPosition
+from slipstream.learner import start
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
+from slipstream.learner.report.journal import Journal
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.records import StepRecord, StepTimes
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol import trained_record as records
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.trained_record import RecordedStep, RecordError, RecordPosition
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
 # Settings that a step's metrics may depend on.

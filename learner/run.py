@@ -12,34 +12,34 @@ import torch
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
-from learner import loop, start
-from learner.callbacks import load as load_callbacks
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints import resuming, uploads
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.model.build import load_policy
-from learner.model.policy import Scoring
-from learner.model.precision import find_rounding_warning
-from learner.model.reference import load_reference
-from learner.ranks import environment, launch, wrapping
-from learner.ranks.environment import RankInfo
-from learner.ranks.stopping import SIGNALS, Stop, Stopped
-from learner.ranks.team import Team
-from learner.report import trackers
-from learner.report.progress import TerminalProgress
-from learner.report.queue_status import Watch
-from learner.training.trainer import Trainer
-from protocol import checkpoints as places
-from protocol import tracing
-from protocol.client import QueueClient
-from protocol.config import ConfigError, RunConfig, adapter_checks, checks
-from protocol.config.checks import find_algorithm_warnings
-from weight_sync.publisher import Publisher
-from weight_sync.ranks.channel import StoreChannel
-from weight_sync.ranks.follower import ShareFollower
-from weight_sync.ranks.leader import FollowingRanks
-from weight_sync.weights import snapshot
+from slipstream.learner import loop, start
+from slipstream.learner.callbacks import load as load_callbacks
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints import resuming, uploads
+from slipstream.learner.checkpoints.checkpoint import Checkpoint
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Scoring
+from slipstream.learner.model.precision import find_rounding_warning
+from slipstream.learner.model.reference import load_reference
+from slipstream.learner.ranks import environment, launch, wrapping
+from slipstream.learner.ranks.environment import RankInfo
+from slipstream.learner.ranks.stopping import SIGNALS, Stop, Stopped
+from slipstream.learner.ranks.team import Team
+from slipstream.learner.report import trackers
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.queue_status import Watch
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol import tracing
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import ConfigError, RunConfig, adapter_checks, checks
+from slipstream.protocol.config.checks import find_algorithm_warnings
+from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.ranks.channel import StoreChannel
+from slipstream.weight_sync.ranks.follower import ShareFollower
+from slipstream.weight_sync.ranks.leader import FollowingRanks
+from slipstream.weight_sync.weights import snapshot
 
 
 def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, take_over: bool = False) -> None:

@@ -8,29 +8,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from learner import start
-from learner.callbacks import Callbacks
-from learner.checkpoint_keeper import CheckpointKeeper
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.model_card import Results
-from learner.checkpoints.uploads import Models
-from learner.collapse import CollapseWatch
-from learner.evaluator import Evaluator, open_eval_journal
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.ranks.stopping import Stop
-from learner.report.progress import TerminalProgress
-from learner.report.queue_status import PendingNotices
-from learner.report.reports import Reports
-from learner.report.sampler_checks import ServerWatch
-from learner.report.token_views import Texts
-from learner.skipping import Attempts
-from learner.training.trainer import Trainer
-from protocol import reasons
-from protocol.client import QueueError, QueueRefused
-from protocol.config import ConfigError, RunConfig
-from protocol.messages import RunPosition
-from weight_sync.publisher import Publisher
+from slipstream.learner import start
+from slipstream.learner.callbacks import Callbacks
+from slipstream.learner.checkpoint_keeper import CheckpointKeeper
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints.checkpoint import Checkpoint
+from slipstream.learner.checkpoints.model_card import Results
+from slipstream.learner.checkpoints.uploads import Models
+from slipstream.learner.collapse import CollapseWatch
+from slipstream.learner.evaluator import Evaluator, open_eval_journal
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.ranks.stopping import Stop
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.queue_status import PendingNotices
+from slipstream.learner.report.reports import Reports
+from slipstream.learner.report.sampler_checks import ServerWatch
+from slipstream.learner.report.token_views import Texts
+from slipstream.learner.skipping import Attempts
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueError, QueueRefused
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import RunPosition
+from slipstream.weight_sync.publisher import Publisher
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from learner.feed.feeder import Feeder
-from learner.feed.step_draft import Batch
-from learner.ranks.stopping import LearnerFailed
-from learner.report.journal import Journal, Record
-from learner.report.progress import TerminalProgress
-from learner.training.trainer import DivergedError, StepMetrics, Trainer
-from protocol import reasons
+from slipstream.learner.feed.feeder import Feeder
+from slipstream.learner.feed.step_draft import Batch
+from slipstream.learner.ranks.stopping import LearnerFailed
+from slipstream.learner.report.journal import Journal, Record
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.protocol import reasons
 
 FILE_NAME = "left_out.jsonl"
 GO_ON = "Go on from the last checkpoint, which is intact, with --resume"

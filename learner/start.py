@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from learner.checkpoints import resuming
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from learner.report.journal import newest_version
-from learner.training import optimiser
-from protocol import checkpoints as places
-from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig, fingerprint
-from protocol.config.machine import fast_types
-from protocol.config.sections.base import toml_value
-from protocol.messages import BeginSession, LearnerProcess, RunPosition
+from slipstream.learner.checkpoints import resuming
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from slipstream.learner.report.journal import newest_version
+from slipstream.learner.training import optimiser
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig, fingerprint
+from slipstream.protocol.config.machine import fast_types
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.messages import BeginSession, LearnerProcess, RunPosition
 
 # Set by a program that starts a learner: the command that the person typed.
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
@@ -222,7 +222,7 @@ def command() -> str:
     if given := os.environ.get(COMMAND_VARIABLE):
         return given
     program, *arguments = sys.argv
-    name = "python -m learner" if Path(program).parent.name == "learner" else "slipstream"
+    name = "python -m slipstream.learner" if Path(program).parent.name == "learner" else "slipstream"
     return f"{name} {shlex.join(arguments)}"
 
 

@@ -30,9 +30,9 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from protocol import access, codec, reasons, tracing
-from protocol.addresses import CHECK_EVERY_S, Moved, QueueUrls
-from protocol.messages import (
+from slipstream.protocol import access, codec, reasons, tracing
+from slipstream.protocol.addresses import CHECK_EVERY_S, Moved, QueueUrls
+from slipstream.protocol.messages import (
     BeginSession,
     Checkpointed,
     ErrorBody,
@@ -54,8 +54,8 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
-from protocol.rollouts import RolloutView
-from protocol.status import Evaluation, EvaluationRequest, Status
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Evaluation, EvaluationRequest, Status
 
 
 def connection_failure(error: BaseException) -> str:

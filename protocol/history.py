@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from protocol.messages import LearnerReport
-from protocol.rollouts import RolloutView
-from protocol.status import Evaluation, Status, WorkerActivity, episodes_at
+from slipstream.protocol.messages import LearnerReport
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Evaluation, Status, WorkerActivity, episodes_at
 
 FOLDER = "history"
 

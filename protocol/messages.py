@@ -2,7 +2,7 @@
 
 Arrays are numpy arrays in memory and little-endian bytes with dtype and length on the wire (see `codec`).
 A message that decodes has the right types, no more: the rules that a group must keep are checked by the queue
-(`rollout_queue.ledger.validation`).
+(`slipstream.rollout_queue.ledger.validation`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.images import Image, ImagePlace
+from slipstream.protocol.images import Image, ImagePlace
 
 SCHEMA_VERSION = 3
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol import reasons
-from protocol.messages import Group
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Group
 
 # File in the run directory: one JSON line a rollout, in the order of the steps.
 FILE_NAME = "rollouts.jsonl"

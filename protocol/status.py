@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from protocol.messages import Natural, RankReport, Seconds, Server
+from slipstream.protocol.messages import Natural, RankReport, Seconds, Server
 
 # Ends of an evaluation: all of its rows ended; its time-out; the end of the run.
 Ended = Literal["complete", "deadline", "run_over"]

@@ -63,7 +63,7 @@ class Span:
         """Set attributes, as `slipstream.NAME`. None sets nothing."""
 
     def fail(self, reason: str) -> None:
-        """Mark it as failed, for a reason of `protocol.reasons`."""
+        """Mark it as failed, for a reason of `slipstream.protocol.reasons`."""
 
     def end(self) -> None:
         """End a span that is no context manager."""
@@ -112,7 +112,7 @@ def record(
 
     Args:
         began, ended: Seconds since the epoch.
-        failed: Reason of `protocol.reasons`; None if it did not fail.
+        failed: Reason of `slipstream.protocol.reasons`; None if it did not fail.
     """
     if _tracer is not None:
         _tracer.record(name, parent, began, ended, links, failed, attributes)

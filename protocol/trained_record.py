@@ -22,8 +22,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from protocol import codec
-from protocol.messages import Group
+from slipstream.protocol import codec
+from slipstream.protocol.messages import Group
 
 RECORD_FOLDER = "record"
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from protocol import access, tracing
-from protocol.config import ConfigError, RunConfig
-from rollout_queue import store
-from rollout_queue.api.app import create_app
-from rollout_queue.api.connection import bounded_by
-from rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Shares, fit, raise_descriptors
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.lifecycle import tell_end
-from rollout_queue.store.base import StoreError, Superseded
+from slipstream.protocol import access, tracing
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_queue import store
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.api.connection import bounded_by
+from slipstream.rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Shares, fit, raise_descriptors
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.lifecycle import tell_end
+from slipstream.rollout_queue.store.base import StoreError, Superseded
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
 _GRACE_S = 5

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protocol.config import RunConfig, fingerprint
-from protocol.messages import Fingerprint
-from rollout_worker import user_code
-from rollout_worker.data.dataset import count_eval_rows
-from rollout_worker.data.rows import Rows
-from rollout_worker.task.task import Task
+from slipstream.protocol.config import RunConfig, fingerprint
+from slipstream.protocol.messages import Fingerprint
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.data.dataset import count_eval_rows
+from slipstream.rollout_worker.data.rows import Rows
+from slipstream.rollout_worker.task.task import Task
 
 logger = logging.getLogger(__name__)
 

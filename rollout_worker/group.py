@@ -18,23 +18,23 @@ from typing import Any, get_args
 
 import msgspec
 
-from protocol import reasons, tracing
-from protocol.messages import Group, Ticket, TicketKind, WorkerReport
-from rollout_worker import user_code
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.data.rows import Row
-from rollout_worker.episodes.capacity import Capacity, Reservation
-from rollout_worker.episodes.episode import Episode
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import EpisodeSource, GroupPlan, TicketFailed
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.wire import OwnParams
-from rollout_worker.task.reward_base import RewardBatch, RewardError, TrainerState
-from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.task.row_reader import RowReader
-from rollout_worker.user_code.values import without_middle
-from rollout_worker.vision.processor import Seen
+from slipstream.protocol import reasons, tracing
+from slipstream.protocol.messages import Group, Ticket, TicketKind, WorkerReport
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.data.rows import Row
+from slipstream.rollout_worker.episodes.capacity import Capacity, Reservation
+from slipstream.rollout_worker.episodes.episode import Episode
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.episodes.source import EpisodeSource, GroupPlan, TicketFailed
+from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.wire import OwnParams
+from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError, TrainerState
+from slipstream.rollout_worker.task.rewards import RewardFunctions
+from slipstream.rollout_worker.task.row_reader import RowReader
+from slipstream.rollout_worker.user_code.values import without_middle
+from slipstream.rollout_worker.vision.processor import Seen
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,19 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from protocol import reasons
-from protocol.client import QueueError, QueueRefused
-from protocol.config import ConfigError
-from protocol.messages import Group, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
-from rollout_worker.user_code.values import encodable
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueError, QueueRefused
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import (
+    Group,
+    Server,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    WorkerReply,
+    WorkerReport,
+)
+from slipstream.rollout_worker.user_code.values import encodable
 
 T = TypeVar("T")
 
@@ -120,7 +128,7 @@ _SIGN_OFF_S = 2.0
 
 
 class Queue(Protocol):
-    """The part of `protocol.client.QueueClient` that a worker uses."""
+    """The part of `slipstream.protocol.client.QueueClient` that a worker uses."""
 
     async def tickets(self, request: TicketRequest) -> TicketReply: ...
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None: ...

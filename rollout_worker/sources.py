@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollout_worker.agent.source import AgentSource
-from rollout_worker.episodes.conversation import ConversationSource
-from rollout_worker.episodes.environment import EnvironmentSource
-from rollout_worker.episodes.source import EpisodeSource
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.agent.source import AgentSource
+from slipstream.rollout_worker.episodes.conversation import ConversationSource
+from slipstream.rollout_worker.episodes.environment import EnvironmentSource
+from slipstream.rollout_worker.episodes.source import EpisodeSource
+from slipstream.rollout_worker.task.task import Task
 
 SOURCES: tuple[type[EpisodeSource], ...] = (ConversationSource, EnvironmentSource, AgentSource)
 

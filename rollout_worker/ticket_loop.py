@@ -14,10 +14,10 @@ from functools import partial
 
 import msgspec
 
-from protocol import reasons, tracing
-from protocol.client import QueueError, QueueRefused, RunFinished, retry_pause_s
-from protocol.config import RunConfig
-from protocol.messages import (
+from slipstream.protocol import reasons, tracing
+from slipstream.protocol.client import QueueError, QueueRefused, RunFinished, retry_pause_s
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import (
     Group,
     Server,
     Ticket,
@@ -27,22 +27,22 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
-from rollout_worker.episodes.capacity import Capacity, Reservation
-from rollout_worker.episodes.limits import EpisodeLimits
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import EpisodeSource, TicketFailed
-from rollout_worker.fingerprint import fingerprint_of
-from rollout_worker.group import GroupRunner
-from rollout_worker.heartbeat import Heartbeat, Queue, give_back, leave
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import FailureNotices
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.sampler import Sampler
-from rollout_worker.task.rewards import build_rewards
-from rollout_worker.task.row_reader import RowReader
-from rollout_worker.task.task import Task
-from rollout_worker.user_code import UserCode, failure_of
-from rollout_worker.user_code.values import encodable
+from slipstream.rollout_worker.episodes.capacity import Capacity, Reservation
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.episodes.source import EpisodeSource, TicketFailed
+from slipstream.rollout_worker.fingerprint import fingerprint_of
+from slipstream.rollout_worker.group import GroupRunner
+from slipstream.rollout_worker.heartbeat import Heartbeat, Queue, give_back, leave
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import FailureNotices
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.rollout_worker.task.rewards import build_rewards
+from slipstream.rollout_worker.task.row_reader import RowReader
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code import UserCode, failure_of
+from slipstream.rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 

@@ -13,21 +13,21 @@ from functools import partial
 
 import uvloop
 
-from protocol import tracing
-from protocol.client import QueueClient
-from protocol.config import RunConfig
-from protocol.messages import WorkerReport
-from rollout_worker.chat.tokenizer import load_tokenizer
-from rollout_worker.data.dataset import check_evaluation, count_eval_rows
-from rollout_worker.episodes.source import SourceContext
-from rollout_worker.heartbeat import Queue
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import FailureNotices
-from rollout_worker.memory import return_large_blocks
-from rollout_worker.sources import source_of
-from rollout_worker.task.task import Task, load_task
-from rollout_worker.ticket_loop import UserCodeShutOff, Worker
-from rollout_worker.user_code import UserCode
+from slipstream.protocol import tracing
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import WorkerReport
+from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
+from slipstream.rollout_worker.data.dataset import check_evaluation, count_eval_rows
+from slipstream.rollout_worker.episodes.source import SourceContext
+from slipstream.rollout_worker.heartbeat import Queue
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import FailureNotices
+from slipstream.rollout_worker.memory import return_large_blocks
+from slipstream.rollout_worker.sources import source_of
+from slipstream.rollout_worker.task.task import Task, load_task
+from slipstream.rollout_worker.ticket_loop import UserCodeShutOff, Worker
+from slipstream.rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deploy.run.process_keeper import RunFailed
-    from protocol.client import QueueClient
-    from protocol.config import ConfigError
-    from rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
-    from rollout_worker.task.agent import Endpoint
-    from rollout_worker.task.roles import UntrainedModel
-    from rollout_worker.task.task import Task
-    from rollout_worker.tools.base import Tool
+    from slipstream.deploy.run.process_keeper import RunFailed
+    from slipstream.protocol.client import QueueClient
+    from slipstream.protocol.config import ConfigError
+    from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
+    from slipstream.rollout_worker.task.agent import Endpoint
+    from slipstream.rollout_worker.task.roles import UntrainedModel
+    from slipstream.rollout_worker.task.task import Task
+    from slipstream.rollout_worker.tools.base import Tool
     from slipstream.script import train
 
     __version__: str
@@ -35,23 +35,23 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ConfigError": "protocol.config",
-    "Endpoint": "rollout_worker.task.agent",
-    "MalformedCall": "rollout_worker.chat.parsers.base",
-    "ParsedTurn": "rollout_worker.chat.parsers.base",
-    "QueueClient": "protocol.client",
-    "RunFailed": "deploy.run.process_keeper",
-    "Task": "rollout_worker.task.task",
-    "Tool": "rollout_worker.tools.base",
-    "ToolCall": "rollout_worker.chat.parsers.base",
-    "UntrainedModel": "rollout_worker.task.roles",
+    "ConfigError": "slipstream.protocol.config",
+    "Endpoint": "slipstream.rollout_worker.task.agent",
+    "MalformedCall": "slipstream.rollout_worker.chat.parsers.base",
+    "ParsedTurn": "slipstream.rollout_worker.chat.parsers.base",
+    "QueueClient": "slipstream.protocol.client",
+    "RunFailed": "slipstream.deploy.run.process_keeper",
+    "Task": "slipstream.rollout_worker.task.task",
+    "Tool": "slipstream.rollout_worker.tools.base",
+    "ToolCall": "slipstream.rollout_worker.chat.parsers.base",
+    "UntrainedModel": "slipstream.rollout_worker.task.roles",
     "train": "slipstream.script",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = import_module("protocol.config.fingerprint").release()
+        value: Any = import_module("slipstream.protocol.config.fingerprint").release()
     elif name in _MODULES:
         value = getattr(import_module(_MODULES[name]), name)
     else:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from rollout_worker.user_code.values import encodable
+from slipstream.rollout_worker.user_code.values import encodable
 
 _READ_BYTES = 1 << 16
 # Seconds for a killed program's pipes to close.

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from deploy.run.process_keeper import RunFailed
-from deploy.run.supervisor import supervise
-from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
-from protocol.config.load import ARGUMENTS, TASK_MODULE_PREFIX, imported_file, start_name
-from protocol.config.sections.base import toml_value
-from rollout_worker.task.task import Task
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.deploy.run.supervisor import supervise
+from slipstream.protocol.config import ConfigError, RunConfig, parse_overrides, resolve
+from slipstream.protocol.config.load import ARGUMENTS, TASK_MODULE_PREFIX, imported_file, start_name
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.rollout_worker.task.task import Task
 
 
 @dataclass(frozen=True)

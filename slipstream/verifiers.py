@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from protocol.config import ConfigError
-from protocol.rollouts import is_counted
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.reward_base import MAX_METRICS
-from rollout_worker.task.task import Task
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.rollouts import is_counted
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.reward_base import MAX_METRICS
+from slipstream.rollout_worker.task.task import Task
 
 __all__ = ["verifiers_task"]
 

@@ -26,11 +26,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol import access
-from protocol.client import QueueClient, QueueError
-from protocol.config import load
-from protocol.status import Status
-from rollout_queue.store import open_for_reading
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import load
+from slipstream.protocol.status import Status
+from slipstream.rollout_queue.store import open_for_reading
 from tests.kit.network import Host, Network, network, why_not
 from tests.kit.postgres import killable_cluster
 from tests.nights.audit import of_files
@@ -74,7 +74,7 @@ class Run:
             host = self.there.hosts[f"rank-{number}"]
             meet = (f"--master-addr={self.there.hosts['rank-0'].address}", "--master-port=29500")
             size = (f"--nnodes={ranks}", "--nproc-per-node=1", f"--node-rank={number}")
-            command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, "-m", "learner", file]
+            command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, "-m", "slipstream.learner", file]
             self._run(host, self._token, *command, "--queue", self._queue, *self._settings)
         for number in range(workers):
             host = self.there.hosts[f"worker-{number}"]
@@ -82,7 +82,9 @@ class Run:
 
     def _start(self, name: str, *command: str, role: access.Role | None = None) -> None:
         token = access.derive_token(self._token, role) if role else self._token
-        self._run(self.there.hosts[name], token, sys.executable, "-m", "deploy.cli", *command, *self._settings)
+        self._run(
+            self.there.hosts[name], token, sys.executable, "-m", "slipstream.deploy.cli", *command, *self._settings
+        )
 
     def _run(self, host: Host, token: str, *command: str) -> None:
         # gloo would take the address that this machine's name has.

@@ -28,12 +28,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from deploy.servers import vllm_server
-from protocol.config import load
+from slipstream.deploy.servers import vllm_server
+from slipstream.protocol.config import load
 from tests.kit.ports import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
-SLIPSTREAM = (sys.executable, "-P", "-m", "deploy")
+SLIPSTREAM = (sys.executable, "-P", "-m", "slipstream.deploy")
 LIMIT_S = 180.0
 
 SMALL = [

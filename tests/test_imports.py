@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ MAY_IMPORT = {
     "deploy": {"protocol", "rollout_queue", "rollout_worker", "weight_sync", "learner"},
     "slipstream": {"protocol", "rollout_worker", "deploy"},
 }
+# Packages of the root that are imported as `slipstream.NAME`, by a link in slipstream/.
+LINKED = MAY_IMPORT.keys() - {"slipstream"}
 # Within a package: what a folder may import besides itself. Folders stand in the order of a package's layers, so that
 # none imports one that stands before it. Functions and `TYPE_CHECKING` count like the top of a file.
 FOLDERS = {
@@ -149,17 +152,32 @@ def tree_of(file: Path) -> ast.Module:
 
 
 def imports(tree: ast.Module, file: Path) -> Iterator[Use]:
-    """Every import at any depth, in a function or under TYPE_CHECKING too, and every `import_module("...")`."""
+    """Every import at any depth, in a function or under TYPE_CHECKING too, and every `import_module("...")`.
+
+    Modules are named by their place: `learner.loop` for `slipstream.learner.loop`.
+    """
     for node in ast.walk(tree):
-        place = f"{file.name}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Import):
-            yield from (Use(place, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield Use(place, node.module or "")
-        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__") and node.args:
-            module = node.args[0]
-            if isinstance(module, ast.Constant) and isinstance(module.value, str):
-                yield Use(place, module.value)
+        yield from (Use(place, name_of_folder(what)) for place, what in imported_names(node, file))
+
+
+def imported_names(node: ast.AST, file: Path) -> Iterator[Use]:
+    """What a node imports, by the names that stand there."""
+    place = f"{file.name}:{getattr(node, 'lineno', 0)}"
+    if isinstance(node, ast.Import):
+        yield from (Use(place, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        names = [f"slipstream.{alias.name}" for alias in node.names] if node.module == "slipstream" else [node.module]
+        yield from (Use(place, name) for name in names)
+    elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__") and node.args:
+        module = node.args[0]
+        if isinstance(module, ast.Constant) and isinstance(module.value, str):
+            yield Use(place, module.value)
+
+
+def name_of_folder(module: str) -> str:
+    """Return `learner.loop` for the module `slipstream.learner.loop`: this file names modules by their place."""
+    under = module.removeprefix("slipstream.")
+    return under if under.split(".")[0] in LINKED else module
 
 
 @cache
@@ -194,10 +212,10 @@ def imported_modules(nodes: Iterable[ast.AST]) -> set[str]:
     found = set[str]()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {name_of_folder(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in files_by_module() else node.module for name in names}
+            names = {name_of_folder(f"{node.module}.{alias.name}") for alias in node.names}
+            found |= {name if name in files_by_module() else name_of_folder(node.module) for name in names}
     return found & files_by_module().keys()
 
 
@@ -286,12 +304,12 @@ def test_i8_nothing_is_pickled(package: str) -> None:
     ("package", "source"),
     [
         ("protocol", "import torch"),
-        ("protocol", "from rollout_queue.ledger.validation import decode_group"),
+        ("protocol", "from slipstream.rollout_queue.ledger.validation import decode_group"),
         ("rollout_queue", "def f():\n    from torch import nn"),
-        ("rollout_queue", "if TYPE_CHECKING:\n    import rollout_worker.task.task"),
+        ("rollout_queue", "if TYPE_CHECKING:\n    import slipstream.rollout_worker.task.task"),
         ("rollout_worker", "import importlib\nimportlib.import_module('torch.nn')"),
         ("weight_sync", "import learner"),
-        ("learner", "import rollout_queue.ledger.ledger as ledger"),
+        ("learner", "import slipstream.rollout_queue.ledger.ledger as ledger"),
     ],
 )
 def test_the_import_rule_finds_what_it_forbids(package: str, source: str) -> None:
@@ -323,7 +341,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def test_the_folder_rule_finds_what_it_forbids() -> None:
-    tree = ast.parse("def f():\n    from weight_sync.vllm.engine import shadow")
+    tree = ast.parse("def f():\n    from slipstream.weight_sync.vllm.engine import shadow")
     (fault,) = folder_faults("weight_sync.transports.gloo.sender", tree)
     assert fault.startswith("weight_sync.transports.gloo.sender imports weight_sync.vllm.engine.shadow, and")
     assert folder_faults("weight_sync.vllm.worker", tree) == []
@@ -345,13 +363,13 @@ def test_circles_are_found(imported: dict[str, set[str]], found: list[list[str]]
 def test_only_imports_that_run_with_the_file_can_make_a_circle() -> None:
     source = """
 if TYPE_CHECKING:
-    import protocol.client
+    import slipstream.protocol.client
 else:
-    import protocol.codec
+    import slipstream.protocol.codec
 def f():
-    import protocol.status
+    import slipstream.protocol.status
 class A:
-    from protocol import reasons
+    from slipstream.protocol import reasons
 """
     assert imports_when_loaded(ast.parse(source)) == {"protocol.codec", "protocol.reasons"}
 
@@ -376,7 +394,10 @@ def test_the_pickling_rule_lets_safe_loads_pass() -> None:
     assert list(pickling(ast.parse(source), Path("file.py"))) == []
 
 
-@pytest.mark.parametrize("module", ["protocol.config", "protocol.client", "rollout_queue.service", "slipstream"])
+@pytest.mark.parametrize(
+    "module",
+    ["slipstream.protocol.config", "slipstream.protocol.client", "slipstream.rollout_queue.service", "slipstream"],
+)
 def test_a_process_that_needs_no_torch_loads_none(module: str) -> None:
     """In a fresh interpreter: neither the module nor anything that it imports loads torch."""
     code = f"import sys, {module}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
@@ -395,10 +416,10 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-from protocol.config import WeightSyncSection
-from weight_sync.transports.base import build_transport
-from weight_sync.transports.registry import TRANSPORTS
-import weight_sync.publisher
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.transports.base import build_transport
+from slipstream.weight_sync.transports.registry import TRANSPORTS
+import slipstream.weight_sync.publisher
 for name in ("auto", *TRANSPORTS):
     build_transport(WeightSyncSection(transport=name))
 assert "vllm" not in sys.modules
@@ -411,7 +432,7 @@ def test_a_learner_needs_no_vllm_beside_it() -> None:
 
 
 def test_vllm_is_imported_by_its_own_end_alone() -> None:
-    """`weight_sync.vllm` runs inside vLLM's processes."""
+    """`slipstream.weight_sync.vllm` runs inside vLLM's processes."""
     found = [
         (file.relative_to(ROOT), use)
         for package in MAY_IMPORT
@@ -424,7 +445,25 @@ def test_vllm_is_imported_by_its_own_end_alone() -> None:
 
 
 def test_the_commands_name_no_store() -> None:
-    """`rollout_queue.store` opens what queue.store names; its variants are files of their own."""
+    """`slipstream.rollout_queue.store` opens what queue.store names; its variants are files of their own."""
     for path in (ROOT / "deploy").rglob("*.py"):
         named = re.findall(r"rollout_queue\.store\.(?:sqlite|postgres|memory|migrations|sql)\w*", path.read_text())
         assert not named, path
+
+
+def test_slipstream_is_the_only_name_that_is_imported_and_installed() -> None:
+    """A project's own `deploy.py` or `protocol/` stands next to an installed Slipstream."""
+    bare = [
+        use
+        for folder in (*MAY_IMPORT, "tests", "benchmarks", "examples", "docs")
+        for file in sources(folder)
+        for node in ast.walk(tree_of(file))
+        for use in imported_names(node, file)
+        if use.what.split(".")[0] in LINKED
+    ]
+    assert bare == []
+    assert {link.name: link.resolve() for link in (ROOT / "slipstream").iterdir() if link.is_symlink()} == {
+        name: ROOT / name for name in LINKED
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"]["find"] == {"include": ["slipstream*"]}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rollout_queue", "rollout_worker", "learner", "weight_sync", "deploy", "slipstream")

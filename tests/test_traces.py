@@ -12,23 +12,23 @@ from typing import Any
 import aiohttp
 import pytest
 
-from learner import run as learner_process
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.feeder import Feeder
-from protocol import reasons, tracing
-from protocol.client import QueueClient
-from protocol.config import fingerprint, to_toml
-from protocol.messages import BeginSession, LearnerReport
-from protocol.tracing import TicketTrace
-from protocol.versions import label_of
-from rollout_queue.store.memory import MemoryStore
-from rollout_worker.episodes.source import SourceContext
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import FailureNotices
-from rollout_worker.sources import source_of
-from rollout_worker.task.task import Task
-from rollout_worker.ticket_loop import Worker
-from rollout_worker.user_code import UserCode
+from slipstream.learner import run as learner_process
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.feeder import Feeder
+from slipstream.protocol import reasons, tracing
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import fingerprint, to_toml
+from slipstream.protocol.messages import BeginSession, LearnerReport
+from slipstream.protocol.tracing import TicketTrace
+from slipstream.protocol.versions import label_of
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_worker.episodes.source import SourceContext
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import FailureNotices
+from slipstream.rollout_worker.sources import source_of
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.ticket_loop import Worker
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fake_vllm import serving as serving_vllm
@@ -177,7 +177,7 @@ async def test_off_no_request_has_the_header(monkeypatch: pytest.MonkeyPatch) ->
 
 
 TASK = """
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 def reward(completions, **columns):
     return [float(number) for number in range(len(completions))]

@@ -21,14 +21,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from protocol.client import QueueClient, QueueError
-from protocol.config import RunConfig
-from weight_sync.fleet.fleet import Fleet, FleetBroken
-from weight_sync.fleet.publications import PublishRecord, ServerMetrics
-from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.ranks.leader import FollowingRanks
-from weight_sync.transports.base import Transport, build_transport, no_others
-from weight_sync.weights.snapshot import Probe
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import RunConfig
+from slipstream.weight_sync.fleet.fleet import Fleet, FleetBroken
+from slipstream.weight_sync.fleet.publications import PublishRecord, ServerMetrics
+from slipstream.weight_sync.fleet.snapshots import Snapshots
+from slipstream.weight_sync.ranks.leader import FollowingRanks
+from slipstream.weight_sync.transports.base import Transport, build_transport, no_others
+from slipstream.weight_sync.weights.snapshot import Probe
 
 __all__ = ["PublishError", "PublishRecord", "Publisher", "ServerMetrics"]
 

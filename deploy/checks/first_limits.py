@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from protocol.config import ConfigError, RunConfig
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.format_check import check_tool_format
-from rollout_worker.task.task import Task
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.format_check import check_tool_format
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 
 # Tokens of a turn: a call or a short answer, and room for a thought if the model writes thoughts.
 _TURN_TOKENS, _THINKING_TURN_TOKENS = 128, 512

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from math import inf
 
-from deploy.servers.model_shape import model_shape
-from protocol.config import Finding, ModelSection, RunConfig
+from slipstream.deploy.servers.model_shape import model_shape
+from slipstream.protocol.config import Finding, ModelSection, RunConfig
 
 # An adapter takes as many times the rate of all weights.
 ADAPTER = 10.0

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from protocol import checkpoints
-from protocol.config import ConfigError, ModelSection, RunConfig
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
 
 # Names that configs use for the longest context. The first that a config has counts.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")

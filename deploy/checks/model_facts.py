@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deploy.checks import model_check
-from deploy.servers import cpu_build, server_args
-from deploy.servers.vllm_server import on_cpu, with_cpu_settings
-from protocol.config import ConfigError, LearnerSection, RunConfig
+from slipstream.deploy.checks import model_check
+from slipstream.deploy.servers import cpu_build, server_args
+from slipstream.deploy.servers.vllm_server import on_cpu, with_cpu_settings
+from slipstream.protocol.config import ConfigError, LearnerSection, RunConfig
 
 # Tokens of the longest sequence of a small model, and MiB for its logits.
 _LONGEST, _LOGITS_MIB = 100, 16
@@ -77,7 +77,7 @@ def _lack_of_weights(config: RunConfig) -> str | None:
 def _description(config: RunConfig, architecture: Any) -> str:
     import torch
 
-    from learner.model.loading import kind_of
+    from slipstream.learner.model.loading import kind_of
 
     with torch.device("meta"):  # no weight takes memory
         kind = kind_of(architecture, config.images.enabled)
@@ -89,7 +89,7 @@ def _description(config: RunConfig, architecture: Any) -> str:
 
 
 def _chat(config: RunConfig) -> str:
-    from rollout_worker.chat.build import build_chat_format
+    from slipstream.rollout_worker.chat.build import build_chat_format
 
     chat = build_chat_format(config, [])
     name = getattr(chat, "parser_name", None)
@@ -135,10 +135,10 @@ def _layout(config: RunConfig, architecture: Any) -> str:
     """Try a small model of the same architecture."""
     import torch
 
-    from deploy.checks.small_model import small
-    from learner.model.build import load_policy
-    from learner.model.loading import kind_of
-    from learner.model.policy import Scoring
+    from slipstream.deploy.checks.small_model import small
+    from slipstream.learner.model.build import load_policy
+    from slipstream.learner.model.loading import kind_of
+    from slipstream.learner.model.policy import Scoring
 
     torch.manual_seed(0)
     trusted = config.model.trust_remote_code
@@ -163,7 +163,7 @@ def _layout(config: RunConfig, architecture: Any) -> str:
 
 
 def _sight(config: RunConfig) -> str:
-    from rollout_worker.vision.processor import processor_of
+    from slipstream.rollout_worker.vision.processor import processor_of
 
     processor_of(config)
     urls = "fetched" if config.images.urls else "refused (images.urls)"
@@ -178,8 +178,8 @@ def _replay(config: RunConfig) -> str:
 
 
 def _task(config: RunConfig) -> str:
-    from deploy.checks import task_check
-    from rollout_worker.task.task import load_task
+    from slipstream.deploy.checks import task_check
+    from slipstream.rollout_worker.task.task import load_task
 
     task = load_task(config.task)
     checked = task_check.check_task(config, task)

@@ -17,17 +17,17 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
-from deploy.checks import learning_rates, model_check
-from deploy.run import run_directory
-from deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
-from deploy.servers.gpu_memory import checkpoint_bytes, gib
-from deploy.servers.model_shape import architecture_of, model_shape
-from deploy.servers.probes import check_port
-from deploy.servers.vllm_server import on_cpu
-from protocol import checkpoints
-from protocol.config import ConfigError, Finding, LearnerSection, RunConfig
-from weight_sync.fleet.eligibility import TRIED_VERSION, Wanted, describe_mismatches, judge
-from weight_sync.server.answers import ServerFacts
+from slipstream.deploy.checks import learning_rates, model_check
+from slipstream.deploy.run import run_directory
+from slipstream.deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
+from slipstream.deploy.servers.gpu_memory import checkpoint_bytes, gib
+from slipstream.deploy.servers.model_shape import architecture_of, model_shape
+from slipstream.deploy.servers.probes import check_port
+from slipstream.deploy.servers.vllm_server import on_cpu
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, Finding, LearnerSection, RunConfig
+from slipstream.weight_sync.fleet.eligibility import TRIED_VERSION, Wanted, describe_mismatches, judge
+from slipstream.weight_sync.server.answers import ServerFacts
 
 # Settings of [learner] that name optimisers and schedules of other packages.
 _NAMED_ELSEWHERE = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
@@ -78,12 +78,12 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     server_args.check_server_args(config)
     server_args.check_router_replay(config, on_cpu())
     check_learner(config)
-    from deploy.checks import task_check
-    from learner.checkpoints import uploads
-    from learner.report import trackers
-    from rollout_worker.data.dataset import check_evaluation, find_evaluation_warnings
-    from rollout_worker.task.rewards import build_rewards
-    from rollout_worker.task.task import load_task
+    from slipstream.deploy.checks import task_check
+    from slipstream.learner.checkpoints import uploads
+    from slipstream.learner.report import trackers
+    from slipstream.rollout_worker.data.dataset import check_evaluation, find_evaluation_warnings
+    from slipstream.rollout_worker.task.rewards import build_rewards
+    from slipstream.rollout_worker.task.task import load_task
 
     trackers.wanted_trackers(config.tracking)
     uploads.require(config.hub)
@@ -108,7 +108,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
         run_file = config.run_file.absolute()
         check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
     if config.learner.callbacks:
-        from learner import callbacks
+        from slipstream.learner import callbacks
 
         callbacks.load(config.learner.callbacks)
     check_evaluation(config, task.eval_dataset)
@@ -161,15 +161,15 @@ def check_learner(config: RunConfig) -> None:
     """Raise `ConfigError` if the optimiser, the schedule, the adapter or the precision cannot be made here."""
     defaults = LearnerSection()
     if any(getattr(config.learner, name) != getattr(defaults, name) for name in _NAMED_ELSEWHERE):
-        from learner.training import optimiser
+        from slipstream.learner.training import optimiser
 
         optimiser.check_optimiser(config.learner)
     if config.lora.r:
-        from learner.model import adapter
+        from slipstream.learner.model import adapter
 
         adapter.check_installed(config.lora)
     if config.model.quantised_bits:
-        from learner.model import precision
+        from slipstream.learner.model import precision
 
         precision.check_quantisation(config.model)
 
@@ -179,7 +179,7 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
     kept = checkpoints.complete(config.run_dir) if resume else {}
     had_one = bool(kept) and (kept[max(kept)] / checkpoints.ADAPTER).is_dir()
     if config.lora.r or had_one:
-        from learner.checkpoints import resuming
+        from slipstream.learner.checkpoints import resuming
 
         resuming.check_adapter(config, resume)
 

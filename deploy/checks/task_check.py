@@ -12,19 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.config import ConfigError, Finding, RunConfig
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.tokenizer import load_tokenizer
-from rollout_worker.data.columns import Findings, check_rows
-from rollout_worker.data.dataset import RowSample, count_eval_rows
-from rollout_worker.data.rows import spread
-from rollout_worker.episodes.source import PromptFindings, SourceContext
-from rollout_worker.sources import source_of
-from rollout_worker.task.reward_classifier import ClassifierReward
-from rollout_worker.task.task import Task
-from rollout_worker.user_code import UserCode
-from rollout_worker.vision.messages import seen_prompt
-from rollout_worker.vision.sources import ImageError
+from slipstream.protocol.config import ConfigError, Finding, RunConfig
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
+from slipstream.rollout_worker.data.columns import Findings, check_rows
+from slipstream.rollout_worker.data.dataset import RowSample, count_eval_rows
+from slipstream.rollout_worker.data.rows import spread
+from slipstream.rollout_worker.episodes.source import PromptFindings, SourceContext
+from slipstream.rollout_worker.sources import source_of
+from slipstream.rollout_worker.task.reward_classifier import ClassifierReward
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code import UserCode
+from slipstream.rollout_worker.vision.messages import seen_prompt
+from slipstream.rollout_worker.vision.sources import ImageError
 
 # Rows of each data set whose prompts are rendered, spread over it; of a stream the first ones.
 MAX_RENDERED = 64

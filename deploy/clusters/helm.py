@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from deploy.clusters import kubernetes
-from deploy.clusters.kubernetes import Manifest
-from protocol.config import RunConfig
-from protocol.config.fingerprint import release
+from slipstream.deploy.clusters import kubernetes
+from slipstream.deploy.clusters.kubernetes import Manifest
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.fingerprint import release
 
 # Not in the chart: the Secret comes first, so that no value holds a token.
 LEFT_OUT = ("kustomization.yaml", "secret.yaml")

@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from deploy.clusters.roles import RELEASE, Parts, Resources, check_token, on_nodes, server_arguments
-from deploy.servers.devices import nccl_environment
-from protocol import access
-from protocol.config import ConfigError, RunConfig, to_toml
-from protocol.config.fingerprint import release
+from slipstream.deploy.clusters.roles import RELEASE, Parts, Resources, check_token, on_nodes, server_arguments
+from slipstream.deploy.servers.devices import nccl_environment
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError, RunConfig, to_toml
+from slipstream.protocol.config.fingerprint import release
 
 Manifest = dict[str, Any]
 
@@ -402,7 +402,13 @@ def _learner_template(run: _Run) -> Manifest:
             "master-addr": f"{run.name}-learner-0-0.{run.name}",
             "master-port": MASTER_PORT,
         }
-        command = ["torchrun", *(f"--{name}={value}" for name, value in options.items()), "-m", "learner", *words]
+        command = [
+            "torchrun",
+            *(f"--{name}={value}" for name, value in options.items()),
+            "-m",
+            "slipstream.learner",
+            *words,
+        ]
     container = {
         "command": command,
         "env": environment,

@@ -21,11 +21,11 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
-from deploy.clusters import kubernetes
-from deploy.clusters.following import Silence, Stops
-from deploy.clusters.kubernetes import Manifest
-from deploy.run.process_keeper import RunFailed
-from protocol.config import ConfigError, RunConfig
+from slipstream.deploy.clusters import kubernetes
+from slipstream.deploy.clusters.following import Silence, Stops
+from slipstream.deploy.clusters.kubernetes import Manifest
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.protocol.config import ConfigError, RunConfig
 
 FOLLOW_EVERY_S = 2.0
 

@@ -25,14 +25,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deploy.clusters import roles
-from deploy.clusters.following import Stops
-from deploy.clusters.roles import Node, Part, Parts, Resources, check_fits, check_token, node_of, on_nodes, programs
-from deploy.run.process_keeper import RunFailed
-from deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
-from protocol.config import ConfigError, RunConfig
-from protocol.config.fingerprint import release
-from protocol.config.sections.cluster import ClusterSection
+from slipstream.deploy.clusters import roles
+from slipstream.deploy.clusters.following import Stops
+from slipstream.deploy.clusters.roles import (
+    Node,
+    Part,
+    Parts,
+    Resources,
+    check_fits,
+    check_token,
+    node_of,
+    on_nodes,
+    programs,
+)
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.fingerprint import release
+from slipstream.protocol.config.sections.cluster import ClusterSection
 
 # Time-out of a short question to an actor or the cluster.
 ASK_S = 30.0

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from deploy.run.processes import SLIPSTREAM, ProcessKind, Program, environment_of_role, typed
-from deploy.servers.devices import nccl_environment
-from deploy.servers.gpu_memory import Parallelism
-from deploy.servers.vllm_server import on_cpu
-from protocol import access
-from protocol.config import ConfigError, RunConfig
-from protocol.config.fingerprint import release
+from slipstream.deploy.run.processes import SLIPSTREAM, ProcessKind, Program, environment_of_role, typed
+from slipstream.deploy.servers.devices import nccl_environment
+from slipstream.deploy.servers.gpu_memory import Parallelism
+from slipstream.deploy.servers.vllm_server import on_cpu
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.fingerprint import release
 
 Part = Literal["head", "server", "worker"]
 

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.clusters.following import Silence, Stops
-from deploy.clusters.roles import (
+from slipstream.deploy.clusters.following import Silence, Stops
+from slipstream.deploy.clusters.roles import (
     RELEASE,
     Node,
     Part,
@@ -36,13 +36,13 @@ from deploy.clusters.roles import (
     check_token,
     server_arguments,
 )
-from deploy.run import run_directory
-from deploy.run.process_keeper import RunFailed
-from deploy.run.processes import SLIPSTREAM
-from protocol import access
-from protocol.config import ConfigError, RunConfig
-from protocol.config.fingerprint import release
-from rollout_queue.store import open_for_reading
+from slipstream.deploy.run import run_directory
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.deploy.run.processes import SLIPSTREAM
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.fingerprint import release
+from slipstream.rollout_queue.store import open_for_reading
 
 # Seconds before the time limit at which SLURM sends SIGTERM, for the learner's last checkpoint.
 NOTICE_S = 120
@@ -83,8 +83,8 @@ def script(config: RunConfig, run_file: str, settings: Sequence[str], resume: bo
     """
     parts = Parts.of(config).needs()
     _check_time_limit(config)
-    # Not deploy.cli, which Ctrl-C would end with a traceback while it imports.
-    python = [*SLIPSTREAM[:-1], "deploy"]
+    # Not slipstream.deploy.cli, which Ctrl-C would end with a traceback while it imports.
+    python = [*SLIPSTREAM[:-1], "slipstream.deploy"]
     words = [*python, "up", run_file, "--on", "slurm", *settings, *(["--resume"] if resume else [])]
     lines = ["#!/bin/bash", *_options(config, f"slipstream-{config.run.name}", "slurm-%j.log", NOTICE_S)]
     for place, (part, needed, count) in enumerate(parts):

@@ -16,14 +16,23 @@ from typing import TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from deploy.clusters.roles import Part, Parts, Resources, node_of, on_nodes, programs
-from deploy.clusters.slurm import AGAIN_S, FOLLOW_EVERY_S, QUEUE_URL, TOKENS, ask, folder_of, job_fields, without_token
-from deploy.run import run_directory
-from deploy.run.process_keeper import RunFailed
-from deploy.run.processes import Child, Children, Program
-from protocol import access
-from protocol.config import RunConfig
-from rollout_queue.store import open_for_reading
+from slipstream.deploy.clusters.roles import Part, Parts, Resources, node_of, on_nodes, programs
+from slipstream.deploy.clusters.slurm import (
+    AGAIN_S,
+    FOLLOW_EVERY_S,
+    QUEUE_URL,
+    TOKENS,
+    ask,
+    folder_of,
+    job_fields,
+    without_token,
+)
+from slipstream.deploy.run import run_directory
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.deploy.run.processes import Child, Children, Program
+from slipstream.protocol import access
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_queue.store import open_for_reading
 
 T = TypeVar("T")
 

@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from deploy.run.process_keeper import RunFailed
-from protocol.client import QueueError
-from protocol.config import ConfigError, Finding, RunConfig
-from protocol.config.load import OPTION
-from protocol.config.sections.base import toml_value
-from protocol.config.text import find_field, named, nearest, settings
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.protocol.client import QueueError
+from slipstream.protocol.config import ConfigError, Finding, RunConfig
+from slipstream.protocol.config.load import OPTION
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.text import find_field, named, nearest, settings
 
 AsJson = Annotated[bool, typer.Option("--json", help="print it as one line of JSON")]
 

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from deploy.clusters import helm, kubernetes, kubernetes_run, ray, slurm, slurm_job
-from deploy.clusters.roles import check_token
-from deploy.commands.arguments import reading
-from deploy.commands.look import RunFilePath
-from deploy.run.supervisor import supervise
-from deploy.servers.tokens import check_secret
-from protocol.config import ConfigError, RunConfig, load
+from slipstream.deploy.clusters import helm, kubernetes, kubernetes_run, ray, slurm, slurm_job
+from slipstream.deploy.clusters.roles import check_token
+from slipstream.deploy.commands.arguments import reading
+from slipstream.deploy.commands.look import RunFilePath
+from slipstream.deploy.run.supervisor import supervise
+from slipstream.deploy.servers.tokens import check_secret
+from slipstream.protocol.config import ConfigError, RunConfig, load
 
 ENGINES = ("local", "slurm", "kubernetes", "ray")
 

@@ -11,15 +11,15 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from deploy.commands.arguments import print_json
-from deploy.commands.status import ago, render, render_causes
-from deploy.run.run_directory import LAUNCHER_LOCK, QUEUE_LOCK
-from learner.report.rollouts import printable
-from protocol import checkpoints, history
-from protocol.config import ConfigError, RunConfig
-from protocol.status import Cause, Status
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store import base, open_for_reading
+from slipstream.deploy.commands.arguments import print_json
+from slipstream.deploy.commands.status import ago, render, render_causes
+from slipstream.deploy.run.run_directory import LAUNCHER_LOCK, QUEUE_LOCK
+from slipstream.learner.report.rollouts import printable
+from slipstream.protocol import checkpoints, history
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.status import Cause, Status
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store import base, open_for_reading
 
 SUMMARY, METRICS = "summary.json", "metrics.jsonl"
 

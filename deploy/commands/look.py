@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
-from deploy.commands.arguments import AsJson, print_json
-from deploy.servers import servers
-from protocol import access
-from protocol.addresses import split_urls
-from protocol.client import QueueClient, QueueError, Unreachable
-from protocol.config import ConfigError, RunConfig, load
-from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.status import ServerStatus, Status
-from rollout_queue import store
+from slipstream.deploy.commands.arguments import AsJson, print_json
+from slipstream.deploy.servers import servers
+from slipstream.protocol import access
+from slipstream.protocol.addresses import split_urls
+from slipstream.protocol.client import QueueClient, QueueError, Unreachable
+from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
+from slipstream.protocol.status import ServerStatus, Status
+from slipstream.rollout_queue import store
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 
@@ -55,11 +55,11 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print it once, as one line of JSON")] = False,
 ) -> None:
     """Show depth, staleness and every wait; of a run that is over, how it ended."""
-    from deploy.commands.ended import EndedRun, launcher_runs
-    from deploy.commands.ended import find as find_ended
-    from deploy.commands.ended import show as show_ended
-    from deploy.commands.status import of_run, show
-    from deploy.commands.status import watch as watch_status
+    from slipstream.deploy.commands.ended import EndedRun, launcher_runs
+    from slipstream.deploy.commands.ended import find as find_ended
+    from slipstream.deploy.commands.ended import show as show_ended
+    from slipstream.deploy.commands.status import of_run, show
+    from slipstream.deploy.commands.status import watch as watch_status
 
     config = _running(load(run_file, context.args), context.args)
     client = _client(config, queue, patience_s=0.0)
@@ -101,8 +101,8 @@ def rollouts(
     queue: QueueUrl = None,
 ) -> None:
     """Read what the policy says, with rewards and staleness."""
-    from deploy.commands.ended import find as find_ended
-    from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_lines, print_text
+    from slipstream.deploy.commands.ended import find as find_ended
+    from slipstream.deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_lines, print_text
 
     if follow and (step is not None or worst or best or evals or role is not None or queue is not None):
         raise ConfigError("--follow shows new rollouts of the run directory as they come: give it without the others")
@@ -165,7 +165,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
 ) -> None:
     """Show each server with its state, its version and what it waits for."""
-    from deploy.commands.status import print_servers
+    from slipstream.deploy.commands.status import print_servers
 
     try:
         found = asyncio.run(servers.listed(_registry(run_file, queue).client(patience_s=0.0)))
@@ -186,7 +186,7 @@ def _servers_at_end(config: RunConfig, as_json: bool) -> list[ServerStatus]:
     Raises:
         ConfigError: The run may be under way, or left nothing of its servers.
     """
-    from deploy.commands.ended import find as find_ended
+    from slipstream.deploy.commands.ended import find as find_ended
 
     url, ended = config.queue.address, find_ended(config, time.time())
     if ended is None:
@@ -259,7 +259,7 @@ def _running(config: RunConfig, given: Sequence[str] = ()) -> RunConfig:
     Args:
         given: Arguments of this command. An address among them is kept.
     """
-    from deploy.commands.ended import launcher_runs
+    from slipstream.deploy.commands.ended import launcher_runs
 
     if any(word.startswith("--queue.") for word in given) or not launcher_runs(config.run_dir):
         return config

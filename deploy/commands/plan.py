@@ -8,16 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.commands import probe
-from deploy.commands.arguments import print_json
-from deploy.commands.plan_page import page_data, view
-from deploy.commands.report import save
-from deploy.planning.advice import differences, plan, with_counts
-from deploy.planning.calibration import calibrated
-from deploy.planning.rates import read_record, server_count
-from deploy.servers.vllm_server import on_cpu
-from protocol.config import ConfigError, RunConfig
-from protocol.history import PlannedChange
+from slipstream.deploy.commands import probe
+from slipstream.deploy.commands.arguments import print_json
+from slipstream.deploy.commands.plan_page import page_data, view
+from slipstream.deploy.commands.report import save
+from slipstream.deploy.planning.advice import differences, plan, with_counts
+from slipstream.deploy.planning.calibration import calibrated
+from slipstream.deploy.planning.rates import read_record, server_count
+from slipstream.deploy.servers.vllm_server import on_cpu
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.history import PlannedChange
 
 # A terminal below this width shows two settings of one change in two lines, and shorter bars.
 _WIDE = 100

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deploy.planning.advice import MIN_GAIN, Change, Plan
-from deploy.planning.rates import Measured, Record
-from deploy.planning.simulation import Prediction
-from protocol.config import RunConfig
-from protocol.history import PageData, PlannedChange, PlanNode, PlanView
-from protocol.messages import ServerState
-from protocol.status import (
+from slipstream.deploy.planning.advice import MIN_GAIN, Change, Plan
+from slipstream.deploy.planning.rates import Measured, Record
+from slipstream.deploy.planning.simulation import Prediction
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.history import PageData, PlannedChange, PlanNode, PlanView
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import (
     GroupCounts,
     LearnerStatus,
     Rates,

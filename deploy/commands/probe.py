@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deploy.planning import probe
-from deploy.planning.advice import with_counts
-from deploy.planning.rates import Record
-from deploy.planning.serving import Curve
-from deploy.run.processes import Child, Children, run_programs
-from deploy.run.run_directory import resolved
-from deploy.servers.probes import check_port
-from deploy.servers.vllm_server import on_cpu
-from protocol.config import ConfigError, RunConfig
+from slipstream.deploy.planning import probe
+from slipstream.deploy.planning.advice import with_counts
+from slipstream.deploy.planning.rates import Record
+from slipstream.deploy.planning.serving import Curve
+from slipstream.deploy.run.processes import Child, Children, run_programs
+from slipstream.deploy.run.run_directory import resolved
+from slipstream.deploy.servers.probes import check_port
+from slipstream.deploy.servers.vllm_server import on_cpu
+from slipstream.protocol.config import ConfigError, RunConfig
 
 # Seconds for a server to come up: it may load a large model, and compile.
 _START_S = 1800.0

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deploy.commands.arguments import AsJson, print_json, reading
-from deploy.commands.look import RunFilePath
-from protocol import checkpoints
-from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
-from protocol.versions import new_run_id
-from rollout_queue import store as stores
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store import copying
-from rollout_queue.store.changes import Changes
+from slipstream.deploy.commands.arguments import AsJson, print_json, reading
+from slipstream.deploy.commands.look import RunFilePath
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
+from slipstream.protocol.versions import new_run_id
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store import copying
+from slipstream.rollout_queue.store.changes import Changes
 
 # Folders of stores that a new ledger has taken the place of.
 OLD = "old-store-"
@@ -40,7 +40,7 @@ app = typer.Typer(cls=_QueueGroup, help="Run the rollout queue; back up its stor
 )
 def run(context: typer.Context, run_file: RunFilePath) -> None:
     """Run the rollout queue."""
-    from rollout_queue.service import serve
+    from slipstream.rollout_queue.service import serve
 
     serve(load(run_file, context.args))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from deploy.run.process_keeper import RunFailed
-from learner.ranks.stopping import LearnerFailed
-from learner.replay import Request, replay
-from learner.report.progress import TerminalProgress
-from protocol.config import ConfigError, RunConfig
-from protocol.trained_record import RECORD_FOLDER
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.learner.ranks.stopping import LearnerFailed
+from slipstream.learner.replay import Request, replay
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.trained_record import RECORD_FOLDER
 
 
 def run(config: RunConfig, record: Path | None, out: Path | None, from_step: int | None, steps: int | None) -> None:

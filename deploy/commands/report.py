@@ -16,17 +16,17 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 import typer
 
-from deploy.commands.arguments import AsJson, print_json
-from deploy.commands.ended import METRICS, causes_at_end, modified
-from protocol import history
-from protocol.codec import read_json_lines
-from protocol.config import ConfigError, load
-from protocol.history import Columns, Event, PageData, Row, RunColumns
-from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.rollouts import RolloutView
-from protocol.status import Evaluation, Limit, Status
-from rollout_queue import page
-from rollout_queue.observe.changes import ChangeFinder
+from slipstream.deploy.commands.arguments import AsJson, print_json
+from slipstream.deploy.commands.ended import METRICS, causes_at_end, modified
+from slipstream.protocol import history
+from slipstream.protocol.codec import read_json_lines
+from slipstream.protocol.config import ConfigError, load
+from slipstream.protocol.history import Columns, Event, PageData, Row, RunColumns
+from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Evaluation, Limit, Status
+from slipstream.rollout_queue import page
+from slipstream.rollout_queue.observe.changes import ChangeFinder
 
 EVALUATIONS, RUN_FILE = "evaluations.jsonl", "run.toml"
 

@@ -17,12 +17,12 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from deploy.commands.arguments import print_json
-from deploy.commands.ended import SUMMARY
-from learner.report.rollouts import printable
-from protocol.client import QueueClient, QueueError, Unreachable
-from protocol.config import ConfigError
-from protocol.rollouts import FILE_NAME, RolloutView, TrainedRollouts
+from slipstream.deploy.commands.arguments import print_json
+from slipstream.deploy.commands.ended import SUMMARY
+from slipstream.learner.report.rollouts import printable
+from slipstream.protocol.client import QueueClient, QueueError, Unreachable
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.rollouts import FILE_NAME, RolloutView, TrainedRollouts
 
 EVALUATIONS = "evaluations.jsonl"
 

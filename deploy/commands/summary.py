@@ -16,14 +16,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deploy.commands.arguments import AsJson, print_json
-from deploy.commands.report import read_run, run_dir_of
-from learner.report.rollouts import printable
-from protocol import history, reasons
-from protocol.config import ConfigError
-from protocol.history import Entry, PageData, ends_of
-from protocol.messages import ServerState
-from protocol.status import Status, WorkerStatus
+from slipstream.deploy.commands.arguments import AsJson, print_json
+from slipstream.deploy.commands.report import read_run, run_dir_of
+from slipstream.learner.report.rollouts import printable
+from slipstream.protocol import history, reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.history import Entry, PageData, ends_of
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import Status, WorkerStatus
 
 # A server in one of these has left service by something that went wrong.
 _OUT = (ServerState.STALE, ServerState.QUARANTINED, ServerState.DOWN)

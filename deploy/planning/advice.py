@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from deploy.planning.calibration import sharing_cores
-from deploy.planning.rates import Rates, server_count
-from deploy.planning.simulation import Prediction, Simulation
-from protocol.config import RunConfig
-from protocol.status import Limit
-from rollout_queue.observe.limits import LimitInputs, limit_of
+from slipstream.deploy.planning.calibration import sharing_cores
+from slipstream.deploy.planning.rates import Rates, server_count
+from slipstream.deploy.planning.simulation import Prediction, Simulation
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.status import Limit
+from slipstream.rollout_queue.observe.limits import LimitInputs, limit_of
 
 OWN = "a server or worker more is taken to have a machine or GPU of its own"
 SHARED = "servers that vllm.count starts share this machine's cores; another server or worker has a machine of its own"

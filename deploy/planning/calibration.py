@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deploy.planning.rates import Rates, Record, server_count
-from deploy.planning.simulation import Simulation
-from protocol.config import RunConfig
+from slipstream.deploy.planning.rates import Rates, Record, server_count
+from slipstream.deploy.planning.simulation import Simulation
+from slipstream.protocol.config import RunConfig
 
 # How often is tried, how near is near enough, and how much slower or faster a server may come out.
 _TRIALS, _NEAR, _MOST = 6, 0.01, 4.0

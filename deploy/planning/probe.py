@@ -15,12 +15,12 @@ from statistics import fmean
 
 import msgspec
 
-from deploy.planning.serving import Curve
-from protocol.config import ConfigError, RunConfig
-from protocol.versions import SERVED_MODEL_NAME
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import Doubtful, ServerFailed
-from rollout_worker.inference.wire import GenerateRequest, sampling_params
+from slipstream.deploy.planning.serving import Curve
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import Doubtful, ServerFailed
+from slipstream.rollout_worker.inference.wire import GenerateRequest, sampling_params
 
 FILE_NAME = "probe.json"
 

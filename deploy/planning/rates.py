@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from deploy.planning import probe
-from deploy.planning.serving import Curve
-from protocol import history
-from protocol.codec import read_json_lines
-from protocol.config import ConfigError, RunConfig, load
-from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.status import Limit, Status
+from slipstream.deploy.planning import probe
+from slipstream.deploy.planning.serving import Curve
+from slipstream.protocol import history
+from slipstream.protocol.codec import read_json_lines
+from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
+from slipstream.protocol.status import Limit, Status
 
 METRICS, PUBLICATIONS, RUN_FILE = "metrics.jsonl", "publications.jsonl", "run.toml"
 

@@ -16,12 +16,12 @@ from functools import partial
 
 import msgspec
 
-from deploy.planning.rates import PublicationTimes, Rates, server_count
-from deploy.planning.serving import SimulatedServer
-from deploy.planning.slots import SimulatedEpisode, SimulatedGroup, SimulatedWorker
-from protocol import reasons
-from protocol.config import RunConfig
-from rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
+from slipstream.deploy.planning.rates import PublicationTimes, Rates, server_count
+from slipstream.deploy.planning.serving import SimulatedServer
+from slipstream.deploy.planning.slots import SimulatedEpisode, SimulatedGroup, SimulatedWorker
+from slipstream.protocol import reasons
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
 
 # How much longer a publication into a server takes at most, where it has more requests than the rates'.
 _MOST_BUSY = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from deploy.planning.rates import EpisodeTimes
+from slipstream.deploy.planning.rates import EpisodeTimes
 
 # Episodes of a larger group begin in parts of at least this many; the worker's own number.
 _PART = 16
@@ -35,7 +35,7 @@ class SimulatedEpisode:
 
 
 class SimulatedWorker:
-    """A worker's slots, as `rollout_worker.episodes.capacity` gives them out."""
+    """A worker's slots, as `slipstream.rollout_worker.episodes.capacity` gives them out."""
 
     def __init__(self, slots: int, max_open: int) -> None:
         self.slots = self.free = self.enough_open = slots

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from deploy.run.processes import Children, Program, run_programs
-from deploy.servers import devices
-from deploy.servers.device_plan import DevicePlan
-from deploy.servers.vllm_server import on_cpu, with_cpu_settings
-from protocol.config import RunConfig
+from slipstream.deploy.run.processes import Children, Program, run_programs
+from slipstream.deploy.servers import devices
+from slipstream.deploy.servers.device_plan import DevicePlan
+from slipstream.deploy.servers.vllm_server import on_cpu, with_cpu_settings
+from slipstream.protocol.config import RunConfig
 
 
 class Engine(Protocol):

@@ -18,12 +18,12 @@ from typing import Any
 
 import aiohttp
 
-from deploy.run.processes import MAX_LOG_BYTES, Child, Children, ProcessKind, Program, describe_end
-from deploy.run.terminal import Terminal
-from learner.ranks.liveness import RANK_LOST
-from protocol import access, reasons
-from protocol.addresses import split_urls
-from protocol.config import RunConfig
+from slipstream.deploy.run.processes import MAX_LOG_BYTES, Child, Children, ProcessKind, Program, describe_end
+from slipstream.deploy.run.terminal import Terminal
+from slipstream.learner.ranks.liveness import RANK_LOST
+from slipstream.protocol import access, reasons
+from slipstream.protocol.addresses import split_urls
+from slipstream.protocol.config import RunConfig
 
 # Exit code for a wrong setting: a process that is started for the first time, or a worker, would end so again.
 WRONG_SETTING = 2

@@ -21,21 +21,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from deploy.run.first_error import error_of_engine, first_error, follows_engine
-from deploy.servers.device_plan import DevicePlan
-from deploy.servers.devices import Placement, environment_of, nccl_environment, place_devices
-from deploy.servers.vllm_server import KEPT_PAGES, on_cpu
-from protocol import access
-from protocol.config import RunConfig
-from protocol.config.load import SAME_TERMINAL
-from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
+from slipstream.deploy.run.first_error import error_of_engine, first_error, follows_engine
+from slipstream.deploy.servers.device_plan import DevicePlan
+from slipstream.deploy.servers.devices import Placement, environment_of, nccl_environment, place_devices
+from slipstream.deploy.servers.vllm_server import KEPT_PAGES, on_cpu
+from slipstream.protocol import access
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.load import SAME_TERMINAL
+from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
 # The role of a process, which is also the name of its command. A rank is one of the learner's but the first, where each
 # is started by itself.
 ProcessKind = Literal["preflight", "queue", "vllm", "worker", "learner", "rank"]
 
 # -P keeps Python from importing a user's folder named `protocol` or `deploy` from the working directory.
-SLIPSTREAM: tuple[str, ...] = (sys.executable, "-P", "-m", "deploy.cli")
+SLIPSTREAM: tuple[str, ...] = (sys.executable, "-P", "-m", "slipstream.deploy.cli")
 
 
 @dataclass(frozen=True)

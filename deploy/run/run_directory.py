@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from fractions import Fraction
 from pathlib import Path
 
-from protocol import checkpoints
-from protocol.config import ConfigError, RunConfig, to_toml
-from rollout_queue.store import base, check_beside_run, open_for_reading
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, RunConfig, to_toml
+from slipstream.rollout_queue.store import base, check_beside_run, open_for_reading
 
 # Prefix of the folders for files of a start that made no step.
 FAILED = "failed-start-"
@@ -180,7 +180,7 @@ def write_resolved(config: RunConfig) -> Path:
 
 def _newest_version(config: RunConfig) -> int:
     """Return the newest version in the learner's metrics: the queue may keep nothing."""
-    from learner.report.journal import newest_version
+    from slipstream.learner.report.journal import newest_version
 
     path = config.run_dir / "metrics.jsonl"
     try:

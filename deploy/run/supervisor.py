@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from deploy.run import run_directory
-from deploy.run.engine import Engine, ThisMachine
-from deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
-from deploy.run.processes import Child, Children, describe_end, preflight_program
-from deploy.run.run_directory import (
+from slipstream.deploy.run import run_directory
+from slipstream.deploy.run.engine import Engine, ThisMachine
+from slipstream.deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
+from slipstream.deploy.run.processes import Child, Children, describe_end, preflight_program
+from slipstream.deploy.run.run_directory import (
     check_unused,
     clear,
     finished,
@@ -34,10 +34,10 @@ from deploy.run.run_directory import (
     to_go_on,
     write_resolved,
 )
-from deploy.run.terminal import Terminal
-from learner.ranks.stopping import Requests
-from protocol import access, checkpoints
-from protocol.config import ConfigError, RunConfig
+from slipstream.deploy.run.terminal import Terminal
+from slipstream.learner.ranks.stopping import Requests
+from slipstream.protocol import access, checkpoints
+from slipstream.protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
@@ -193,7 +193,7 @@ def _handlers(
 
 
 class _Checked(msgspec.Struct):
-    """What the checks have measured, see `deploy.checks.preflight.RunCheck`."""
+    """What the checks have measured, see `slipstream.deploy.checks.preflight.RunCheck`."""
 
     rows: int | None = None
     episode_tokens: int | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config import ConfigError, RunConfig
 
 # Types of models that were sampled, trained, published and proven, with log-probs of server and learner within 3e-5
 # nats in float32. Those after the first two lines: in bfloat16, within what that rounds off.

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from deploy.servers.model_shape import BYTES, architecture_of, shape_of
-from protocol.config import ConfigError, RunConfig
-from protocol.config.sections.servers import flag_value, has_flag
+from slipstream.deploy.servers.model_shape import BYTES, architecture_of, shape_of
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections.servers import flag_value, has_flag
 
 FLAG = "--kv-cache-memory-bytes"
 

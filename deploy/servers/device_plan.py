@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
-from deploy.servers import gpu_memory
-from deploy.servers.gpu_memory import LearnerBytes, Parallelism, ServerBytes, gib
-from deploy.servers.model_shape import ModelShape
-from deploy.servers.probes import Gpu
-from protocol.config import ConfigError, RunConfig
-from protocol.config.sections.base import toml_value
-from protocol.config.sections.servers import flag_value, served_bits, size_of
-from weight_sync.transports.registry import choice
+from slipstream.deploy.servers import gpu_memory
+from slipstream.deploy.servers.gpu_memory import LearnerBytes, Parallelism, ServerBytes, gib
+from slipstream.deploy.servers.model_shape import ModelShape
+from slipstream.deploy.servers.probes import Gpu
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.sections.servers import flag_value, served_bits, size_of
+from slipstream.weight_sync.transports.registry import choice
 
 # The processes that a machine is planned for: a whole run, a server that joins one, a learner whose servers run
 # elsewhere.

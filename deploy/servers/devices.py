@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.servers import device_plan, probes
-from deploy.servers.device_plan import DevicePlan, Part, Seat, with_settings
-from deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, model_shape
-from deploy.servers.probes import Gpu
-from protocol.config import RunConfig
-from protocol.config.machine import bfloat16_unit, fast_types
-from protocol.config.sections.base import toml_value
-from weight_sync.transports.registry import choice
+from slipstream.deploy.servers import device_plan, probes
+from slipstream.deploy.servers.device_plan import DevicePlan, Part, Seat, with_settings
+from slipstream.deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, model_shape
+from slipstream.deploy.servers.probes import Gpu
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.machine import bfloat16_unit, fast_types
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.weight_sync.transports.registry import choice
 
 # Environment variables that pass a process that the supervisor starts its share of a GPU's memory, 0 for no bound, and
 # a server the bytes of its cache. learner/run.py reads the first.

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
-from deploy.servers.model_shape import BYTES, ModelShape
-from protocol.config import LearnerSection, RunConfig
-from protocol.config.adapter_checks import is_adapter_published_alone
-from protocol.config.sections.servers import flag_value, served_bits, size_of
-from weight_sync.transports.registry import TRANSPORTS
+from slipstream.deploy.servers.model_shape import BYTES, ModelShape
+from slipstream.protocol.config import LearnerSection, RunConfig
+from slipstream.protocol.config.adapter_checks import is_adapter_published_alone
+from slipstream.protocol.config.sections.servers import flag_value, served_bits, size_of
+from slipstream.weight_sync.transports.registry import TRANSPORTS
 
 GIB = 1024**3
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from deploy.servers.servers import (
+from slipstream.deploy.servers.servers import (
     LEAVE_MARGIN_S,
     check_free,
     check_reachable_by_others,
@@ -24,13 +24,13 @@ from deploy.servers.servers import (
     default_name,
     until_gone,
 )
-from protocol.addresses import normal_url
-from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, RunConfig
-from protocol.config.sections import LOOPBACK
-from protocol.config.sections.base import WILDCARDS, url_of
-from protocol.messages import Server, ServerState
-from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
+from slipstream.protocol.addresses import normal_url
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections import LOOPBACK
+from slipstream.protocol.config.sections.base import WILDCARDS, url_of
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
 logger = logging.getLogger(__name__)
 

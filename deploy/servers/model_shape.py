@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from protocol.config import ModelSection
+from slipstream.protocol.config import ModelSection
 
 # Bytes of a value.
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

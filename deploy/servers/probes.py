@@ -1,7 +1,7 @@
 """Looks at this machine before a start: free ports, installed packages, and GPUs.
 
-torch is asked for the GPUs in a process of its own (`python -m deploy.servers.probes`): a process that asks takes
-memory on each GPU until it ends.
+A process that asks torch for the GPUs takes memory on each of them until it ends, so one of its own asks:
+`python -m slipstream.deploy.servers.probes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 
 # Characters of a command line to show: enough to recognise the process.
 _SHOWN = 120
@@ -55,7 +55,7 @@ def looks_like(command: list[str], run_file: Path) -> str | None:
     """Describe the process of a run that a command line looks like; None if it looks like none."""
     if str(run_file) in command and "queue" in command:
         return "the queue of an earlier start of this run"
-    if "queue" in command and any(part.endswith(("deploy.cli", "slipstream")) for part in command):
+    if "queue" in command and any(part.endswith(("slipstream.deploy.cli", "slipstream")) for part in command):
         return "the queue of another run"
     if any(part.startswith("vllm.entrypoints") or part.endswith("/vllm") for part in command):
         return "a vLLM server of an earlier start"
@@ -134,7 +134,7 @@ def visible_gpus() -> list[Gpu]:
         return []
     try:
         answer = subprocess.run(
-            [sys.executable, "-P", "-m", "deploy.servers.probes"],
+            [sys.executable, "-P", "-m", "slipstream.deploy.servers.probes"],
             capture_output=True,
             timeout=PROBE_TIMEOUT_S,
             check=True,

@@ -14,10 +14,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from deploy.servers.model_shape import architecture_of
-from protocol.config import ConfigError, RunConfig
-from protocol.config.sections.servers import flag_value, has_flag
-from protocol.config.text import nearest
+from slipstream.deploy.servers.model_shape import architecture_of
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections.servers import flag_value, has_flag
+from slipstream.protocol.config.text import nearest
 
 # Where vLLM 0.32 declares its flags: as arguments, and as fields of classes.
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")

@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from protocol import client, reasons
-from protocol.addresses import normal_url
-from protocol.client import QueueClient, QueueError, QueueRefused
-from protocol.config import ConfigError
-from protocol.config.sections import LOOPBACK
-from protocol.messages import Server, ServerState
-from protocol.status import ServerStatus
-from weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge, of_another_run
-from weight_sync.server.control import ControlError, ServerControl
+from slipstream.protocol import client, reasons
+from slipstream.protocol.addresses import normal_url
+from slipstream.protocol.client import QueueClient, QueueError, QueueRefused
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.sections import LOOPBACK
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.status import ServerStatus
+from slipstream.weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge, of_another_run
+from slipstream.weight_sync.server.control import ControlError, ServerControl
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from protocol import access
-from protocol.config import ConfigError, RunConfig
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError, RunConfig
 
 
 def print_token(

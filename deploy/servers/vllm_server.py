@@ -12,23 +12,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
-from deploy.servers import joining as joining_of
-from deploy.servers.device_plan import Part, Seat
-from deploy.servers.devices import SHARE
-from deploy.servers.gpu_memory import Parallelism
-from deploy.servers.model_shape import architecture_of
-from deploy.servers.tokens import check_secret
-from protocol import access
-from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
-from protocol.config.sections import LOOPBACK
-from protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
-from protocol.config.sections.servers import has_flag
-from protocol.messages import Server
-from protocol.versions import SERVED_MODEL_NAME
-from weight_sync.transports.registry import backend, choice
-from weight_sync.vllm import cpu_server
+from slipstream.deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
+from slipstream.deploy.servers import joining as joining_of
+from slipstream.deploy.servers.device_plan import Part, Seat
+from slipstream.deploy.servers.devices import SHARE
+from slipstream.deploy.servers.gpu_memory import Parallelism
+from slipstream.deploy.servers.model_shape import architecture_of
+from slipstream.deploy.servers.tokens import check_secret
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
+from slipstream.protocol.config.sections import LOOPBACK
+from slipstream.protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
+from slipstream.protocol.config.sections.servers import has_flag
+from slipstream.protocol.messages import Server
+from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.weight_sync.transports.registry import backend, choice
+from slipstream.weight_sync.vllm import cpu_server
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         "--enable-scale-out",
         *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),
         # Our routes beside vLLM's, and the methods of its workers that they call.
-        *("--middleware", "weight_sync.vllm.middleware.Slipstream"),
-        *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
+        *("--middleware", "slipstream.weight_sync.vllm.middleware.Slipstream"),
+        *("--worker-extension-cls", "slipstream.weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",
     ]
     if config.images.enabled:
@@ -99,7 +99,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags.append("--enable-return-routed-experts")
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
-        flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
+        flags += ["--middleware", "slipstream.weight_sync.vllm.guard.RequireToken"]
     if seat is not None and seat.share:
         flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
     if seat is not None and seat.cache and not has_flag(vllm.args, cpu_settings.FLAG):
@@ -142,7 +142,7 @@ def _adapter_flags(config: RunConfig) -> list[str]:
         *("--max-loras", str(at_once)),
         *("--max-cpu-loras", str(at_once + 1)),
         # Middleware named later is further out: this one wraps our routes, and the token check wraps it.
-        *("--middleware", "weight_sync.vllm.adapters.Adapters"),
+        *("--middleware", "slipstream.weight_sync.vllm.adapters.Adapters"),
     ]
 
 

@@ -7,15 +7,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.corrections import CORRECTIONS, PROXIMALS, ImportanceWeight
-from learner.algorithm.loss_terms import EntropyBonus, KlInLoss, KlInReward, OffPolicy, RouterLoss, TopEntropy
-from learner.algorithm.objectives import OBJECTIVES, ClipObjective
-from learner.algorithm.step_data import NORMALISERS
-from protocol.config import LearnerSection
-from protocol.config.checks import READERS
-from protocol.config.sections.base import toml_value
-from protocol.config.sections.presets import ABOUT, PRESETS
+from slipstream.learner.algorithm.advantages import ADVANTAGES
+from slipstream.learner.algorithm.corrections import CORRECTIONS, PROXIMALS, ImportanceWeight
+from slipstream.learner.algorithm.loss_terms import (
+    EntropyBonus,
+    KlInLoss,
+    KlInReward,
+    OffPolicy,
+    RouterLoss,
+    TopEntropy,
+)
+from slipstream.learner.algorithm.objectives import OBJECTIVES, ClipObjective
+from slipstream.learner.algorithm.step_data import NORMALISERS
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.checks import READERS
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.sections.presets import ABOUT, PRESETS
 
 INTRODUCTION = """# Algorithms
 

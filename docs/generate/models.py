@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import Any
 
 from docs.generate import trained_models
-from protocol.config import ConfigError
-from rollout_worker.chat.format_check import ToolFormatCheck, check_tool_format
-from rollout_worker.chat.parsers import NAMES
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.format_check import ToolFormatCheck, check_tool_format
+from slipstream.rollout_worker.chat.parsers import NAMES
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit.chat_case import Case
 from tests.learner.architectures import ARCHITECTURE_OF
 

@@ -9,8 +9,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from protocol.config import RunConfig
-from protocol.config.sections.base import toml_value
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.sections.base import toml_value
 
 INTRODUCTION = """# Settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from deploy.servers import cpu_build
+from slipstream.deploy.servers import cpu_build
 from tests.learner.architectures import RESULTS
 from tests.learner.families import LONGEST, MIXTURES, PADDED, REFUSED, TEXT, VISION
 

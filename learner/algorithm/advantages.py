@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithm.step_data import Floats, StepRollouts
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.step_data import Floats, StepRollouts
+from slipstream.protocol.config import LearnerSection
 
 
 class Advantage(ABC):

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm import advantages, corrections, loss_terms, objectives
-from learner.algorithm.corrections import PROXIMALS
-from learner.algorithm.objectives import TokenLosses
-from learner.algorithm.step_data import NORMALISERS, Floats, StepRollouts, Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import advantages, corrections, loss_terms, objectives
+from slipstream.learner.algorithm.corrections import PROXIMALS
+from slipstream.learner.algorithm.objectives import TokenLosses
+from slipstream.learner.algorithm.step_data import NORMALISERS, Floats, StepRollouts, Tokens
+from slipstream.protocol.config import LearnerSection
 
 
 class Algorithm:

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import torch
 
-from learner.algorithm.objectives import MAX_LOG_RATIO
-from learner.algorithm.step_data import Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.objectives import MAX_LOG_RATIO
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.protocol.config import LearnerSection
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm.objectives import MAX_LOG_RATIO
+from slipstream.learner.algorithm.objectives import MAX_LOG_RATIO
 
 # Bins are even in asinh(x / FINEST), which is linear near 0 and logarithmic beyond: most log-ratios are around 1e-3,
 # and a few are above 1. A percentile of x is off by at most the width of its bin: BIN * |x| + BIN * FINEST.
@@ -84,7 +84,7 @@ def drift_metrics(sums: Mapping[str, torch.Tensor], servers: Sequence[str] = ())
 
     `sampler/ratio_p<n>`: percentiles of the ratio policy / sampler over all tokens that train.
     `sampler/kl_staleness_<s>` for s >= 1: KL(sampler, learner) in nats, the mean of -log r over the tokens of that
-    staleness (joschu.net/blog/kl-approx.html, k1; `learner.training.trainer` says why not k3).
+    staleness (joschu.net/blog/kl-approx.html, k1; `slipstream.learner.training.trainer` says why not k3).
     `sampler/distance/<server>`: the mean of |log r| in nats over the fresh tokens that this server sampled,
     `sampler/distance_tokens/<server>` of them. Unlike a KL it is not the square of the difference.
 

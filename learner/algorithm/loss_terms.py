@@ -14,9 +14,9 @@ from typing import ClassVar, Self
 
 import torch
 
-from learner.algorithm.objectives import MAX_LOG_RATIO, TokenLosses
-from learner.algorithm.step_data import Floats, Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.objectives import MAX_LOG_RATIO, TokenLosses
+from slipstream.learner.algorithm.step_data import Floats, Tokens
+from slipstream.protocol.config import LearnerSection
 
 
 class Mask(ABC):

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from learner.algorithm.step_data import Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.protocol.config import LearnerSection
 
 # Beyond this the exponential overflows a float32 sum of squares; no useful ratio is near it.
 MAX_LOG_RATIO = 20.0

@@ -1,6 +1,6 @@
 """Attention along the paths of a prefix trie on a CPU: nothing is computed twice, and no mask has the size of the row.
 
-A row holds the trie's nodes in depth-first order (`learner.feed.trie`) and is computed in the parts of
+A row holds the trie's nodes in depth-first order (`slipstream.learner.feed.trie`) and is computed in the parts of
 `learner.attention.cpu_layout`. They are merged by the log of their softmax sums (arXiv:2205.14135, section 3.1). The
 backward pass gives each part's kernel the *merged* output and log-sum, so the parts' gradients add up to the whole's.
 Autograd through the merge would be silently wrong, as the gradient of the log-sums is dropped.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from learner.attention.cpu_layout import TrieLayout
+from slipstream.learner.attention.cpu_layout import TrieLayout
 
 # Both support heads that share keys. A mask is float64 for float64 queries, and may be float32 for all others.
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -6,7 +6,7 @@ of the scores stays its own: softmax before or after, a norm, a scale, a bias fo
 among groups of experts first, that choice is answered with the groups of the given experts.
 
 Routers are found by running the network once. Whether an answer changes what it should, and nothing else, is measured
-at the start (`learner.model.policy`).
+at the start (`slipstream.learner.model.policy`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from learner.feed.recorded_experts import RoutedLayers
+from slipstream.learner.feed.recorded_experts import RoutedLayers
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 

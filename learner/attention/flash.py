@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from learner.attention.paths import sent
+from slipstream.learner.attention.paths import sent
 
 # torch.nn.attention.varlen calls these (arXiv:2307.08691). out [t, H, D], log-sums float32 [H, t].
 _forward = torch.ops.aten._flash_attention_forward

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from learner.attention import packed, paths
-from learner.feed.packing import PACKED_ATTENTION, PackedRow
+from slipstream.learner.attention import packed, paths
+from slipstream.learner.feed.packing import PACKED_ATTENTION, PackedRow
 
 Layout = Literal["trie", "packed", "padded"]
 

@@ -14,10 +14,10 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from learner.attention import cpu, cpu_layout, flash, paths
-from learner.attention.paths import sent
-from learner.feed.packing import PACKED_ATTENTION, PackedRow
-from protocol.config import ConfigError
+from slipstream.learner.attention import cpu, cpu_layout, flash, paths
+from slipstream.learner.attention.paths import sent
+from slipstream.learner.feed.packing import PACKED_ATTENTION, PackedRow
+from slipstream.protocol.config import ConfigError
 
 # Arguments by which models change the computation of attention; ignoring one would train on wrong log-probs.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attn_logit_softcapping")

@@ -26,11 +26,11 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from learner.ranks.stopping import LearnerFailed
-from learner.training import optimiser
-from learner.training.trainer import Trainer
-from protocol import checkpoints as places
-from protocol.config import ConfigError, ModelSection
+from slipstream.learner.ranks.stopping import LearnerFailed
+from slipstream.learner.training import optimiser
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.config import ConfigError, ModelSection
 
 TOKENIZER_FILES = (
     "tokenizer*",

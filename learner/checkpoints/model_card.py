@@ -11,10 +11,10 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from protocol.config import LearnerSection, RunConfig
-from protocol.config.fingerprint import release
-from protocol.config.sections.base import toml_value
-from protocol.config.sections.presets import ABOUT
+from slipstream.protocol.config import LearnerSection, RunConfig
+from slipstream.protocol.config.fingerprint import release
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.sections.presets import ABOUT
 
 MODEL_CARD = "README.md"
 

@@ -19,13 +19,13 @@ from safetensors import safe_open
 from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from learner.model import loading
-from learner.model.adapter import WEIGHTS, Adapter, check_installed
-from protocol import checkpoints as places
-from protocol.config import ConfigError, ModelSection, RunConfig
-from protocol.messages import RunPosition, SessionStart
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from slipstream.learner.model import loading
+from slipstream.learner.model.adapter import WEIGHTS, Adapter, check_installed
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
+from slipstream.protocol.messages import RunPosition, SessionStart
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Uploads one model to the hub in a process of its own, which can be killed: a hub that never answers holds threads
 that Python would wait for at its end.
 
-`python -m learner.checkpoints.upload_process REQUEST` sends it, and prints the answer in JSON as its last line.
+`python -m slipstream.learner.checkpoints.upload_process REQUEST` sends it. Its last line is the answer in JSON.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-import learner
+from slipstream.protocol.import_path import python_path
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -68,8 +67,7 @@ class Child:
         self._killed = False
 
     def send(self, request: Request) -> str:
-        paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        own = {"PYTHONPATH": python_path(), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         with self._lock:
             if self._killed:
                 raise SendError("it was given up")

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import constants, get_token
 
-from learner.checkpoints import model_card
-from learner.checkpoints.model_card import Results
-from learner.checkpoints.upload_process import Child, Request, Sender, SendError
-from protocol import checkpoints
-from protocol.config import ConfigError, HubSection, RunConfig
+from slipstream.learner.checkpoints import model_card
+from slipstream.learner.checkpoints.model_card import Results
+from slipstream.learner.checkpoints.upload_process import Child, Request, Sender, SendError
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, HubSection, RunConfig
 
 if TYPE_CHECKING:
-    from learner.report.progress import TerminalProgress
+    from slipstream.learner.report.progress import TerminalProgress
 
 _STAGE = ".hub"
 

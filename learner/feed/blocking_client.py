@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from protocol.client import QueueClient
+from slipstream.protocol.client import QueueClient
 
 T = TypeVar("T")
 

@@ -27,14 +27,14 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.group_spans import GroupSpans
-from learner.feed.recorded_experts import RoutedLayers
-from learner.feed.step_draft import Batch, Draft, LeasedGroup
-from protocol import codec, reasons
-from protocol.client import QueueError, QueueRefused, RunFinished
-from protocol.config import RunConfig
-from protocol.messages import (
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.group_spans import GroupSpans
+from slipstream.learner.feed.recorded_experts import RoutedLayers
+from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.client import QueueError, QueueRefused, RunFinished
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import (
     PAUSED_BY_PERSON,
     Group,
     LearnerReport,

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from learner.feed.judged_groups import rewards_of
-from protocol import tracing
-from protocol.messages import Group
-from protocol.tracing import TicketTrace
+from slipstream.learner.feed.judged_groups import rewards_of
+from slipstream.protocol import tracing
+from slipstream.protocol.messages import Group
+from slipstream.protocol.tracing import TicketTrace
 
 
 @dataclass

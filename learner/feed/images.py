@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.images import Image, digest, unpack
-from protocol.messages import Group, Segment
+from slipstream.protocol.images import Image, digest, unpack
+from slipstream.protocol.messages import Group, Segment
 
 
 class RowImage(NamedTuple):

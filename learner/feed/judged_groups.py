@@ -11,13 +11,13 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithm.drift import MAX_STALENESS
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow
-from learner.feed.rollout_metrics import CUT_OFF, RolloutMetrics
-from protocol import reasons
-from protocol.messages import Group
-from protocol.versions import within_staleness
+from slipstream.learner.algorithm.drift import MAX_STALENESS
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import PackedRow
+from slipstream.learner.feed.rollout_metrics import CUT_OFF, RolloutMetrics
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Group
+from slipstream.protocol.versions import within_staleness
 
 Overage = Literal["mask", "drop"]
 

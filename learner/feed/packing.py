@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm.step_data import StepRollouts
-from learner.feed import trie
-from learner.feed.images import RowImage
-from protocol.messages import Segment
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed import trie
+from slipstream.learner.feed.images import RowImage
+from slipstream.protocol.messages import Segment
 
 PACKED_ATTENTION = "varlen_sdpa"
 
@@ -29,7 +29,7 @@ ATTENDED_PER_TOKEN = 6144
 
 @dataclass(frozen=True)
 class SampledFrom:
-    """The ids that each of T tokens was sampled from (`protocol.messages.SamplingMask`).
+    """The ids that each of T tokens was sampled from (`slipstream.protocol.messages.SamplingMask`).
 
     Attributes:
         ids: int32 [M], by token.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Segment
+from slipstream.protocol.messages import Segment
 
 
 @dataclass(frozen=True)

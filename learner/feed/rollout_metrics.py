@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from protocol.messages import Group, Rollout
-from protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_FAILED
+from slipstream.protocol.messages import Group, Rollout
+from slipstream.protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_FAILED
 
 # The policy was cut off before it ended by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")

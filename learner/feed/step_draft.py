@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithm import advantages
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.images import RowImage, StepImages, unpacked
-from learner.feed.judged_groups import (
+from slipstream.learner.algorithm import advantages
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.images import RowImage, StepImages, unpacked
+from slipstream.learner.feed.judged_groups import (
     JudgedGroup,
     LossWeights,
     StepCounts,
@@ -25,13 +25,13 @@ from learner.feed.judged_groups import (
     rewards_of,
     step_rollouts,
 )
-from learner.feed.packing import PackedRow, Sample, SampledFrom, pack
-from learner.feed.recorded_experts import RoutedLayers
-from learner.feed.rollout_metrics import RolloutMetrics, choose
-from protocol import reasons
-from protocol.config import RunConfig
-from protocol.messages import MAX_METRIC, Group, Segment
-from protocol.rollouts import RolloutView
+from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, pack
+from slipstream.learner.feed.recorded_experts import RoutedLayers
+from slipstream.learner.feed.rollout_metrics import RolloutMetrics, choose
+from slipstream.protocol import reasons
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import MAX_METRIC, Group, Segment
+from slipstream.protocol.rollouts import RolloutView
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from learner.model import adapter_checks, export, precision
-from learner.model.export import ADAPTER, CheckpointView, held
-from learner.model.loading import text_tower
-from protocol.config import ConfigError, LoraSection, ModelSection
+from slipstream.learner.model import adapter_checks, export, precision
+from slipstream.learner.model.export import ADAPTER, CheckpointView, held
+from slipstream.learner.model.loading import text_tower
+from slipstream.protocol.config import ConfigError, LoraSection, ModelSection
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from learner.model.loading import text_tower
-from protocol.config import ConfigError, LoraSection
-from protocol.config.adapter_checks import pattern_of
-from protocol.config.sections.base import toml_value
-from protocol.config.text import nearest
+from slipstream.learner.model.loading import text_tower
+from slipstream.protocol.config import ConfigError, LoraSection
+from slipstream.protocol.config.adapter_checks import pattern_of
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.text import nearest
 
 # How peft finds a layer's number in the name of a module in it (`peft.tuners.tuners_utils`).
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")

@@ -19,19 +19,19 @@ import torch
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 
-from learner.attention import layouts
-from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
-from learner.model import export, loading, vision
-from learner.model.adapter import Adapter
-from learner.model.adapter_checks import check_used
-from learner.model.loading import load_network
-from learner.model.logprobs import token_scores
-from learner.model.policy import Policy, Scoring
-from learner.model.precision import Precision
-from learner.model.sharded_loading import Outline, WholeLoadNeeded
-from learner.ranks import wrapping
-from learner.ranks.team import Team
-from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
+from slipstream.learner.attention import layouts
+from slipstream.learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
+from slipstream.learner.model import export, loading, vision
+from slipstream.learner.model.adapter import Adapter
+from slipstream.learner.model.adapter_checks import check_used
+from slipstream.learner.model.loading import load_network
+from slipstream.learner.model.logprobs import token_scores
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.precision import Precision
+from slipstream.learner.model.sharded_loading import Outline, WholeLoadNeeded
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
+from slipstream.protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from learner.model import precision
-from learner.model.loading import text_parameters, text_tower
-from learner.ranks import wrapping
-from protocol.config import ConfigError
+from slipstream.learner.model import precision
+from slipstream.learner.model.loading import text_parameters, text_tower
+from slipstream.learner.ranks import wrapping
+from slipstream.protocol.config import ConfigError
 
 # peft's own name of the only adapter that a network has.
 ADAPTER = "default"

@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from learner.attention import packed
-from learner.feed import packing
-from learner.model import precision
-from protocol.config import ConfigError, ModelSection
+from slipstream.learner.attention import packed
+from slipstream.learner.feed import packing
+from slipstream.learner.model import precision
+from slipstream.protocol.config import ConfigError, ModelSection
 
 # Types of layers that differ from full attention only above a length, with the config's name for that length.
 LIMITS = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from learner.algorithm.loss_terms import Routing
+from slipstream.learner.algorithm.loss_terms import Routing
 
 # The logit of a token that could not be sampled. Finite, so that 0 times it is 0.
 _NEVER = -1e30

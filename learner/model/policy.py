@@ -16,17 +16,17 @@ import numpy.typing as npt
 import torch
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from learner.algorithm.loss_terms import Routing
-from learner.attention import layouts
-from learner.attention.experts import RouterReplay, UnknownRouters
-from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
-from learner.feed.recorded_experts import RoutedLayers
-from learner.model import export, vision
-from learner.model.adapter import Adapter
-from learner.model.loading import text_tower
-from learner.model.logprobs import LmHead, Mask, TokenScores, token_scores
-from learner.model.precision import Precision
-from protocol.config import ConfigError
+from slipstream.learner.algorithm.loss_terms import Routing
+from slipstream.learner.attention import layouts
+from slipstream.learner.attention.experts import RouterReplay, UnknownRouters
+from slipstream.learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
+from slipstream.learner.feed.recorded_experts import RoutedLayers
+from slipstream.learner.model import export, vision
+from slipstream.learner.model.adapter import Adapter
+from slipstream.learner.model.loading import text_tower
+from slipstream.learner.model.logprobs import LmHead, Mask, TokenScores, token_scores
+from slipstream.learner.model.precision import Precision
+from slipstream.protocol.config import ConfigError
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 
 # Weights of each tensor that `changed_share` looks at.
 LOOKED_AT = 10_000

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from learner.feed.packing import PackedRow
-from learner.model.adapter import Adapter
-from learner.model.build import load_policy
-from learner.model.logprobs import TokenScores
-from learner.model.policy import Policy, Scoring
-from learner.ranks import wrapping
-from learner.ranks.team import Team
-from protocol.config import RunConfig
+from slipstream.learner.feed.packing import PackedRow
+from slipstream.learner.model.adapter import Adapter
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.logprobs import TokenScores
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
+from slipstream.protocol.config import RunConfig
 
 
 class Reference(ABC):

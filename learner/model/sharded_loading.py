@@ -27,9 +27,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from learner.model import export, loading
-from learner.ranks import wrapping
-from protocol.config import ConfigError, ModelSection
+from slipstream.learner.model import export, loading
+from slipstream.learner.ranks import wrapping
+from slipstream.protocol.config import ConfigError, ModelSection
 
 # Bytes to read of a file before it is opened anew: pages that were read count as memory while a file is mapped.
 REOPEN_BYTES = 64 << 20

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.model import export
-from learner.model.export import CheckpointView
-from learner.ranks import wrapping
-from learner.ranks.team import Team
-from weight_sync.weights.manifest import Manifest
+from slipstream.learner.model import export
+from slipstream.learner.model.export import CheckpointView
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
+from slipstream.weight_sync.weights.manifest import Manifest
 
 BUCKET_BYTES = 256 << 20
 

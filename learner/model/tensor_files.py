@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from learner.model import export
-from learner.model.policy import Policy
-from learner.model.share import Share
-from learner.ranks import wrapping
-from learner.ranks.team import Team
+from slipstream.learner.model import export
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.model.share import Share
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
 
 # The format's names of types.
 _TYPES = {

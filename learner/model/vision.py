@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.attention import layouts, paths
-from learner.feed.images import RowImage, joined
-from learner.feed.packing import PackedRow, Sample, pack_row
-from protocol.config import ConfigError
+from slipstream.learner.attention import layouts, paths
+from slipstream.learner.feed.images import RowImage, joined
+from slipstream.learner.feed.packing import PackedRow, Sample, pack_row
+from slipstream.protocol.config import ConfigError
 
 # Types of tokens as transformers numbers them: text 0, images 1.
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -92,7 +92,7 @@ def _only_given(base: Any, tokens: torch.Tensor, shown: torch.Tensor, token: int
         del base.get_placeholder_mask
 
 
-# Nats, mean over a sequence's tokens, as for text (`learner.model.build`).
+# Nats, mean over a sequence's tokens, as for text (`slipstream.learner.model.build`).
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 2e-3, 0.2
 
 # Tokens before and after the image of each made-up sequence, and the image's height and width in merged patches.

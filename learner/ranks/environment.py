@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, KwargsHandler
 
-from protocol.config import ConfigError, RunConfig, adapter_checks, checks
+from slipstream.protocol.config import ConfigError, RunConfig, adapter_checks, checks
 
 # Names of torchrun, Intel MPI, Open MPI and MVAPICH, in the order in which accelerate looks for them.
 RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")

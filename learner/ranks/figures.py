@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from learner.ranks.team import Team
-from protocol.messages import RankReport
+from slipstream.learner.ranks.team import Team
+from slipstream.protocol.messages import RankReport
 
 # macOS reports the greatest memory in bytes, Linux in KiB.
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024

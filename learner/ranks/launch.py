@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,13 +24,13 @@ import torch.distributed
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
-import learner
-from learner.ranks import environment
-from learner.ranks.environment import RankInfo
-from learner.ranks.liveness import COME_WITHIN_S
-from learner.ranks.stopping import Stop
-from learner.ranks.team import COLLECTIVE_TIMEOUT, Team
-from protocol.config import ConfigError, RunConfig
+from slipstream.learner.ranks import environment
+from slipstream.learner.ranks.environment import RankInfo
+from slipstream.learner.ranks.liveness import COME_WITHIN_S
+from slipstream.learner.ranks.stopping import Stop
+from slipstream.learner.ranks.team import COLLECTIVE_TIMEOUT, Team
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.import_path import python_path
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
@@ -201,9 +200,8 @@ def _describe_end(code: int) -> str:
 
 
 def start_rank(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command: Sequence[str] = (sys.executable, "-P", "-m", "learner", "--rank")
-    paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command: Sequence[str] = (sys.executable, "-P", "-m", "slipstream.learner", "--rank")
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": python_path()}
     # Only rank 0 writes to the terminal.
     return subprocess.Popen(command, env={**os.environ, **environment, **own}, stdin=subprocess.PIPE, stdout=STDERR)
 

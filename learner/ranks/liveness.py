@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from learner.ranks.stopping import LearnerFailed, end_now
+from slipstream.learner.ranks.stopping import LearnerFailed, end_now
 
 BEAT_EVERY_S = 2.0
 

@@ -23,7 +23,7 @@ from math import inf
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from protocol import log_lines
+from slipstream.protocol import log_lines
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

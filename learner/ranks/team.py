@@ -2,7 +2,7 @@
 
 Rank 0 tells the others through a store what to do next. They wait there for as long as it takes: no collective is open
 while rank 0 waits for groups. A rank that is gone is noticed: the store and the collectives lose their connections, and
-a rank that gives no sign of life is taken to be dead (`learner.ranks.liveness`).
+a rank that gives no sign of life is taken to be dead (`slipstream.learner.ranks.liveness`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 from safetensors import SafetensorError
 
-from learner.ranks.liveness import RANK_TIMEOUT_S, Alarm, RankLost
-from learner.ranks.messages import decode_message, encode_message
+from slipstream.learner.ranks.liveness import RANK_TIMEOUT_S, Alarm, RankLost
+from slipstream.learner.ranks.messages import decode_message, encode_message
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
@@ -46,7 +46,7 @@ class PartFailed(OSError):
 
 
 class Guard(Protocol):
-    """Holds signals back, as `learner.ranks.stopping.Stop` does."""
+    """Holds signals back, as `slipstream.learner.ranks.stopping.Stop` does."""
 
     last: Callable[[], str | None]
 

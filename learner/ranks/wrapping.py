@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from learner.ranks.team import Team
+from slipstream.learner.ranks.team import Team
 
 # torch's annotations leave out collectives.
 dist: Any = torch.distributed

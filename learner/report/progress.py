@@ -21,14 +21,14 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from learner.report import rollouts
-from learner.report.records import StepRecord
-from learner.report.rollouts import printable
-from learner.report.sampler_checks import suspicious
-from protocol import log_lines
-from protocol.messages import ServerState
-from protocol.rollouts import RolloutView
-from protocol.status import Evaluation, Status
+from slipstream.learner.report import rollouts
+from slipstream.learner.report.records import StepRecord
+from slipstream.learner.report.rollouts import printable
+from slipstream.learner.report.sampler_checks import suspicious
+from slipstream.protocol import log_lines
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Evaluation, Status
 
 # Seconds between printed lines of a wait: three heartbeats of a worker.
 SILENT_AFTER_S = 30.0

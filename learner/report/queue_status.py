@@ -16,12 +16,12 @@ from typing import Self
 
 import msgspec
 
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.report.progress import TerminalProgress
-from protocol import reasons
-from protocol.client import QueueError
-from protocol.messages import LearnerReport, Notice, Server, ServerState
-from protocol.status import Status, recurrence
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueError
+from slipstream.protocol.messages import LearnerReport, Notice, Server, ServerState
+from slipstream.protocol.status import Status, recurrence
 
 ASK_EVERY_S = 2.0
 

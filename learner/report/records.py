@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from learner.feed.judged_groups import StepCounts
-from learner.report.journal import Record
-from learner.training.trainer import StepMetrics
-from protocol.messages import LearnerReport, RankReport
-from protocol.status import Evaluation
-from weight_sync.fleet.publications import PublishRecord
+from slipstream.learner.feed.judged_groups import StepCounts
+from slipstream.learner.report.journal import Record
+from slipstream.learner.training.trainer import StepMetrics
+from slipstream.protocol.messages import LearnerReport, RankReport
+from slipstream.protocol.status import Evaluation
+from slipstream.weight_sync.fleet.publications import PublishRecord
 
 FILE_NAME = "evaluations.jsonl"
 

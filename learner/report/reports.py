@@ -6,19 +6,19 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 
-from learner.report import sampler_checks, summary
-from learner.report.journal import Journal, newest_step
-from learner.report.progress import TerminalProgress
-from learner.report.records import EvaluationRecord, PublicationRecord, StepRecord, beside, published
-from learner.report.rollouts import RolloutLog
-from learner.report.summary import Curve, sparkline
-from learner.report.tracking import CLOSE_S, Tracking
-from protocol import checkpoints, history
-from protocol.config import RunConfig
-from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.rollouts import RolloutView
-from protocol.status import Status
-from weight_sync.fleet.publications import PublishRecord
+from slipstream.learner.report import sampler_checks, summary
+from slipstream.learner.report.journal import Journal, newest_step
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.records import EvaluationRecord, PublicationRecord, StepRecord, beside, published
+from slipstream.learner.report.rollouts import RolloutLog
+from slipstream.learner.report.summary import Curve, sparkline
+from slipstream.learner.report.tracking import CLOSE_S, Tracking
+from slipstream.protocol import checkpoints, history
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Status
+from slipstream.weight_sync.fleet.publications import PublishRecord
 
 # Characters of the reward curve on the terminal.
 MAX_SPARKLINE = 60

@@ -18,8 +18,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from learner.report.journal import append_whole
-from protocol.rollouts import RolloutView
+from slipstream.learner.report.journal import append_whole
+from slipstream.protocol.rollouts import RolloutView
 
 MAX_BYTES = 64 * 1024**2
 

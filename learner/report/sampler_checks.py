@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
-from learner.training.trainer import StepMetrics
+from slipstream.learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
+from slipstream.learner.training.trainer import StepMetrics
 
 # With fewer tokens, one or two strange ones decide the mean.
 MIN_TOKENS = 64
@@ -57,7 +57,7 @@ class ServerWatch:
         """Judge a step.
 
         Args:
-            metrics: The step's metrics by their names (`learner.algorithm.drift`).
+            metrics: The step's metrics by their names (`slipstream.learner.algorithm.drift`).
 
         Returns:
             An alarm for each server that left its range, once until it is back in it.

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
-from protocol.history import ends_of
-from protocol.status import Cause, Status
+from slipstream.learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
+from slipstream.protocol.history import ends_of
+from slipstream.protocol.status import Cause, Status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from learner.feed.step_draft import Batch, SampledTokens
-from learner.training.trainer import Scores
-from protocol.messages import Segment
-from protocol.rollouts import RolloutView, TokenView
+from slipstream.learner.feed.step_draft import Batch, SampledTokens
+from slipstream.learner.training.trainer import Scores
+from slipstream.protocol.messages import Segment
+from slipstream.protocol.rollouts import RolloutView, TokenView
 
 # Tokens of a rollout that are shown: the first and the last half of them.
 MAX_TOKENS = 1000

@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from learner.report.rollouts import printable
-from protocol.config import ConfigError, TrackingSection
-from protocol.rollouts import RolloutView
+from slipstream.learner.report.rollouts import printable
+from slipstream.protocol.config import ConfigError, TrackingSection
+from slipstream.protocol.rollouts import RolloutView
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from learner.report.records import EARLIER
-from learner.report.trackers import TRACKERS, Start, wanted_trackers
-from protocol.config import RunConfig
-from protocol.rollouts import RolloutView
+from slipstream.learner.report.records import EARLIER
+from slipstream.learner.report.trackers import TRACKERS, Start, wanted_trackers
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.rollouts import RolloutView
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import torch
 
-from learner.feed.packing import PackedRow
-from learner.model.policy import Policy
+from slipstream.learner.feed.packing import PackedRow
+from slipstream.learner.model.policy import Policy
 
 # FLOPs a second in 16 bits, without sparsity, by the device's own name; the longest name that matches counts. From the
 # makers' data sheets, which give twice as much where they count sparsity.

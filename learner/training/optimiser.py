@@ -16,7 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from protocol.config import ConfigError, LearnerSection
+from slipstream.protocol.config import ConfigError, LearnerSection
 
 # The optimiser of checkpoints that do not name one.
 DEFAULT = "adamw_torch_fused"

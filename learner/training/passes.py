@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import ProximalInputs
-from learner.algorithm.loss_terms import Routing, keep_top_entropy, lowest_kept
-from learner.algorithm.step_data import Floats, StepRollouts, Tokens
-from learner.feed.packing import PackedRow
-from learner.model.logprobs import TokenScores
-from learner.model.reference import Reference
-from learner.ranks import wrapping
-from learner.ranks.team import Team
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.corrections import ProximalInputs
+from slipstream.learner.algorithm.loss_terms import Routing, keep_top_entropy, lowest_kept
+from slipstream.learner.algorithm.step_data import Floats, StepRollouts, Tokens
+from slipstream.learner.feed.packing import PackedRow
+from slipstream.learner.model.logprobs import TokenScores
+from slipstream.learner.model.reference import Reference
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from learner.feed.packing import PackedRow
+from slipstream.learner.feed.packing import PackedRow
 
 _RECORDED, _FORWARDED = "replay_recorded", "replay_forwarded"
 _WITH, _WITHOUT, _TOKENS = "replay_with", "replay_without", "replay_tokens"

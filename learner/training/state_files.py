@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor, Shard
 
-from learner.model.tensor_files import write_tensors
-from learner.ranks import wrapping
-from learner.ranks.team import Team
+from slipstream.learner.model.tensor_files import write_tensors
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
 
 # Stands for a tensor that is in the files: its shape and type.
 _SHAPE, _TYPE = "shape of a sharded tensor", "dtype"

@@ -15,26 +15,34 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.algorithm import drift
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.loss_terms import RouterLoss
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, RankRows, deal
-from learner.model import export
-from learner.model.logprobs import TokenScores
-from learner.model.policy import Policy, plain_row
-from learner.model.reference import Reference
-from learner.model.share import BUCKET_BYTES, Share
-from learner.model.tensor_files import save_policy
-from learner.ranks import environment, wrapping
-from learner.ranks.figures import RankFigures
-from learner.ranks.stopping import LearnerFailed
-from learner.ranks.team import END, PartFailed, Team
-from learner.training import optimiser, replay_effect, state_files, step_sums
-from learner.training.flops import Meter
-from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
-from protocol.config import LearnerSection
-from protocol.messages import RankReport
+from slipstream.learner.algorithm import drift
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.loss_terms import RouterLoss
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import PackedRow, RankRows, deal
+from slipstream.learner.model import export
+from slipstream.learner.model.logprobs import TokenScores
+from slipstream.learner.model.policy import Policy, plain_row
+from slipstream.learner.model.reference import Reference
+from slipstream.learner.model.share import BUCKET_BYTES, Share
+from slipstream.learner.model.tensor_files import save_policy
+from slipstream.learner.ranks import environment, wrapping
+from slipstream.learner.ranks.figures import RankFigures
+from slipstream.learner.ranks.stopping import LearnerFailed
+from slipstream.learner.ranks.team import END, PartFailed, Team
+from slipstream.learner.training import optimiser, replay_effect, state_files, step_sums
+from slipstream.learner.training.flops import Meter
+from slipstream.learner.training.passes import (
+    Known,
+    Preparation,
+    PreviousWeights,
+    consult,
+    in_several_rows,
+    survey,
+    with_previous,
+)
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.messages import RankReport
 
 T = TypeVar("T")
 

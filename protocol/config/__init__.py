@@ -3,10 +3,10 @@
 `sections` has the settings, `schema` and the checks how they must fit together, `text` explains faults.
 """
 
-from protocol.config.checks import Finding
-from protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve
-from protocol.config.schema import RunConfig
-from protocol.config.sections import (
+from slipstream.protocol.config.checks import Finding
+from slipstream.protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve
+from slipstream.protocol.config.schema import RunConfig
+from slipstream.protocol.config.sections import (
     LOOPBACK,
     ChatSection,
     ClusterSection,
@@ -26,7 +26,7 @@ from protocol.config.sections import (
     WeightSyncSection,
     WorkerSection,
 )
-from protocol.config.text import to_toml
+from slipstream.protocol.config.text import to_toml
 
 __all__ = [
     "LOOPBACK",

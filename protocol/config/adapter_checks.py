@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from protocol.config.checks import Finding
-from protocol.config.sections import LearnerSection, LoraSection, ModelSection, WeightSyncSection
-from protocol.config.sections.base import toml_value
+from slipstream.protocol.config.checks import Finding
+from slipstream.protocol.config.sections import LearnerSection, LoraSection, ModelSection, WeightSyncSection
+from slipstream.protocol.config.sections.base import toml_value
 
 # A learning rate too low for an adapter, which starts at zero and is far smaller than the full weights.
 _LITTLE = 5e-6

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from protocol.config.sections import (
+from slipstream.protocol.config.sections import (
     ChatSection,
     LearnerSection,
     QueueSection,
@@ -23,10 +23,10 @@ from protocol.config.sections import (
     WeightSyncSection,
     WorkerSection,
 )
-from protocol.config.sections.algorithm import CLIPPED, WEIGHED
-from protocol.config.sections.base import toml_value
-from protocol.config.sections.learner import SHARDED
-from protocol.config.sections.presets import PRESETS
+from slipstream.protocol.config.sections.algorithm import CLIPPED, WEIGHED
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.sections.learner import SHARDED
+from slipstream.protocol.config.sections.presets import PRESETS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError, RunConfig
-from protocol.messages import Fingerprint
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import Fingerprint
 
 DISTRIBUTION = "slipstream-rl"
 

@@ -27,11 +27,11 @@ from typing import Any, Literal, TextIO
 
 from pydantic import ValidationError
 
-from protocol.config import text as config_text
-from protocol.config.schema import RunConfig
-from protocol.config.sections.algorithm import AlgorithmSection
-from protocol.config.sections.presets import PRESETS
-from protocol.config.sections.run import file_of
+from slipstream.protocol.config import text as config_text
+from slipstream.protocol.config.schema import RunConfig
+from slipstream.protocol.config.sections.algorithm import AlgorithmSection
+from slipstream.protocol.config.sections.presets import PRESETS
+from slipstream.protocol.config.sections.run import file_of
 
 # Files named by a run file that a process needs. `tokenizer`: the model's folder, whatever it holds; `chat`: the files
 # of [chat], which workers use and the learner compares; `callbacks`: those of learner.callbacks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from protocol.config.sections import ModelSection
+from slipstream.protocol.config.sections import ModelSection
 
 # Instructions that multiply in bfloat16, by their flag in /proc/cpuinfo on x86 and on ARM. Matrix products of a model
 # of 135 M are 5.6 times as fast as in float32 with AMX and 2.1 times with AVX-512. Without either they are slower.

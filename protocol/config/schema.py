@@ -10,9 +10,9 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol import access
-from protocol.config import adapter_checks, checks
-from protocol.config.sections import (
+from slipstream.protocol import access
+from slipstream.protocol.config import adapter_checks, checks
+from slipstream.protocol.config.sections import (
     LOOPBACK,
     AgentSection,
     ChatSection,

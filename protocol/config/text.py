@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from protocol.config.schema import REMOVED, TRL_NAMES
-from protocol.config.sections.algorithm import AlgorithmSection
-from protocol.config.sections.base import toml_value  # re-exported
+from slipstream.protocol.config.schema import REMOVED, TRL_NAMES
+from slipstream.protocol.config.sections.algorithm import AlgorithmSection
+from slipstream.protocol.config.sections.base import toml_value  # re-exported
 
 MASK = "***"
 SECRETS = ("token",)

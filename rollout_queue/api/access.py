@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from protocol import access, reasons
-from protocol.client import JSON, MSGPACK
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol import access, reasons
+from slipstream.protocol.client import JSON, MSGPACK
+from slipstream.rollout_queue.ledger.records import Refusal
 
 _OURS = (JSON, MSGPACK)
 

@@ -13,21 +13,21 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from protocol import access, reasons
-from protocol.client import JSON
-from protocol.config import RunConfig
-from protocol.rollouts import RolloutView
-from protocol.status import Status
-from rollout_queue.api import learner_routes, page_routes, requests, schema, worker_routes
-from rollout_queue.api.access import Gate, names_of_this_machine
-from rollout_queue.api.entrance import Entrance
-from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
-from rollout_queue.broker import lifecycle, status
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import Clock
-from rollout_queue.ledger.records import Refusal
-from rollout_queue.observe import prometheus
-from rollout_queue.store.base import Store, StoreError
+from slipstream.protocol import access, reasons
+from slipstream.protocol.client import JSON
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Status
+from slipstream.rollout_queue.api import learner_routes, page_routes, requests, schema, worker_routes
+from slipstream.rollout_queue.api.access import Gate, names_of_this_machine
+from slipstream.rollout_queue.api.entrance import Entrance
+from slipstream.rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
+from slipstream.rollout_queue.broker import lifecycle, status
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import Clock
+from slipstream.rollout_queue.ledger.records import Refusal
+from slipstream.rollout_queue.observe import prometheus
+from slipstream.rollout_queue.store.base import Store, StoreError
 
 _MAX_ROLLOUTS = 256
 

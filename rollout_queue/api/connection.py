@@ -19,11 +19,11 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from protocol import access, codec, reasons
-from protocol.client import JSON
-from protocol.messages import ErrorBody
-from rollout_queue.api.connection_pool import ConnectionPool, Kind, kind_of
-from rollout_queue.observe.prometheus import Histograms
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import JSON
+from slipstream.protocol.messages import ErrorBody
+from slipstream.rollout_queue.api.connection_pool import ConnectionPool, Kind, kind_of
+from slipstream.rollout_queue.observe.prometheus import Histograms
 
 _TOO_MANY_PIECES = "the body is framed in too many pieces: send larger chunks, and no trailer"
 

@@ -17,8 +17,8 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from protocol import access
-from rollout_queue.observe.connections import ConnectionCounts
+from slipstream.protocol import access
+from slipstream.rollout_queue.observe.connections import ConnectionCounts
 
 # A worker's long-poll for tickets, its heartbeat, and groups that it submits.
 PER_WORKER = 4

@@ -13,12 +13,12 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol import access, reasons, tracing
-from protocol.messages import ErrorBody
-from rollout_queue.api import requests
-from rollout_queue.api.access import Gate
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol import access, reasons, tracing
+from slipstream.protocol.messages import ErrorBody
+from slipstream.rollout_queue.api import requests
+from slipstream.rollout_queue.api.access import Gate
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger.records import Refusal
 
 Handler = Callable[..., Awaitable[Response]]
 

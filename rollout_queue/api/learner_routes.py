@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from protocol import access, codec, reasons
-from protocol.client import MSGPACK
-from protocol.messages import (
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import MSGPACK
+from slipstream.protocol.messages import (
     FinishRun,
     LeaseAck,
     LeaseRenewal,
@@ -18,10 +18,10 @@ from protocol.messages import (
     Server,
     ServerChange,
 )
-from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.api.requests import ReadyBroker, handles, has_left, read_json, reply_json
-from rollout_queue.broker import learner
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol.status import Evaluation, EvaluationRequest
+from slipstream.rollout_queue.api.requests import ReadyBroker, handles, has_left, read_json, reply_json
+from slipstream.rollout_queue.broker import learner
+from slipstream.rollout_queue.ledger.records import Refusal
 
 router = APIRouter()
 

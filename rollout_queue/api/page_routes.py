@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from protocol import access
-from protocol.history import PageData
-from protocol.rollouts import RolloutView, TicketLife
-from rollout_queue import page
-from rollout_queue.api.access import COOKIE, Gate
-from rollout_queue.api.requests import ReadyBroker, handles, read_json, reply_json
-from rollout_queue.broker import status, ticket_life
-from rollout_queue.broker.broker import Broker
+from slipstream.protocol import access
+from slipstream.protocol.history import PageData
+from slipstream.protocol.rollouts import RolloutView, TicketLife
+from slipstream.rollout_queue import page
+from slipstream.rollout_queue.api.access import COOKIE, Gate
+from slipstream.rollout_queue.api.requests import ReadyBroker, handles, read_json, reply_json
+from slipstream.rollout_queue.broker import status, ticket_life
+from slipstream.rollout_queue.broker.broker import Broker
 
 router = APIRouter()
 

@@ -15,11 +15,11 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protocol import access, codec, reasons
-from protocol.client import JSON
-from protocol.messages import ErrorBody, LeaseAck, LeaseRequest, TicketRequest, WorkerReport
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import JSON
+from slipstream.protocol.messages import ErrorBody, LeaseAck, LeaseRequest, TicketRequest, WorkerReport
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger.records import Refusal
 
 _MAX_BYTES = 64 * 1024
 

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Response
 
-from protocol import access, codec
-from protocol.client import JSON, MSGPACK
-from protocol.messages import ErrorBody, Group, LeaseReply
-from rollout_queue.api.requests import ENDPOINTS, HTTP_STATUS, Endpoint, handles
+from slipstream.protocol import access, codec
+from slipstream.protocol.client import JSON, MSGPACK
+from slipstream.protocol.messages import ErrorBody, Group, LeaseReply
+from slipstream.rollout_queue.api.requests import ENDPOINTS, HTTP_STATUS, Endpoint, handles
 
 _REFERENCE = "#/components/schemas/{name}"
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from protocol import access, reasons
-from protocol.messages import Group, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
-from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, has_left, read_body, read_json, reply_json
-from rollout_queue.broker import workers
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol import access, reasons
+from slipstream.protocol.messages import Group, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from slipstream.rollout_queue.api.requests import (
+    ByteBudget,
+    ReadyBroker,
+    handles,
+    has_left,
+    read_body,
+    read_json,
+    reply_json,
+)
+from slipstream.rollout_queue.broker import workers
+from slipstream.rollout_queue.ledger.records import Refusal
 
 router = APIRouter()
 

@@ -15,32 +15,32 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from protocol import reasons
-from protocol.config import ConfigError, RunConfig
-from protocol.history import FOLDER
-from protocol.messages import RunPosition
-from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.rollouts import TrainedRollouts
-from protocol.status import Evaluation
-from protocol.trained_record import RECORD_FOLDER
-from rollout_queue.broker.clock import Clock
-from rollout_queue.broker.payload_cache import PayloadCache
-from rollout_queue.broker.recorder import Recorder, heads
-from rollout_queue.broker.ticket_spans import TicketSpans
-from rollout_queue.broker.viewers import Viewers
-from rollout_queue.broker.waiting import TicketLine, WakeUp
-from rollout_queue.broker.writer import Commit, Writer
-from rollout_queue.ledger import evaluations, servers, tickets
-from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Refusal, StoreContents, TicketState
-from rollout_queue.ledger.registration import WorkerRegistry
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.observe.early_failure import EarlyFailureCheck
-from rollout_queue.observe.history import History
-from rollout_queue.observe.observations import Observations
-from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
-from rollout_queue.store.changes import Payload
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.history import FOLDER
+from slipstream.protocol.messages import RunPosition
+from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
+from slipstream.protocol.rollouts import TrainedRollouts
+from slipstream.protocol.status import Evaluation
+from slipstream.protocol.trained_record import RECORD_FOLDER
+from slipstream.rollout_queue.broker.clock import Clock
+from slipstream.rollout_queue.broker.payload_cache import PayloadCache
+from slipstream.rollout_queue.broker.recorder import Recorder, heads
+from slipstream.rollout_queue.broker.ticket_spans import TicketSpans
+from slipstream.rollout_queue.broker.viewers import Viewers
+from slipstream.rollout_queue.broker.waiting import TicketLine, WakeUp
+from slipstream.rollout_queue.broker.writer import Commit, Writer
+from slipstream.rollout_queue.ledger import evaluations, servers, tickets
+from slipstream.rollout_queue.ledger.admission import Admission, Grant, QueueLoad
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision, Refusal, StoreContents, TicketState
+from slipstream.rollout_queue.ledger.registration import WorkerRegistry
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.observe.early_failure import EarlyFailureCheck
+from slipstream.rollout_queue.observe.history import History
+from slipstream.rollout_queue.observe.observations import Observations
+from slipstream.rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
+from slipstream.rollout_queue.store.changes import Payload
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from protocol import reasons
-from protocol.addresses import check_name, normal_url
-from protocol.messages import (
+from slipstream.protocol import reasons
+from slipstream.protocol.addresses import check_name, normal_url
+from slipstream.protocol.messages import (
     BeginSession,
     Checkpointed,
     FinishRun,
@@ -29,12 +29,12 @@ from protocol.messages import (
     Server,
     ServerChange,
 )
-from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.waiting import MAX_WAIT_S, wait
-from rollout_queue.ledger import evaluations, leases, servers, tickets
-from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
-from rollout_queue.observe.waits import FEEDER, LEARNER
+from slipstream.protocol.status import Evaluation, EvaluationRequest
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.waiting import MAX_WAIT_S, wait
+from slipstream.rollout_queue.ledger import evaluations, leases, servers, tickets
+from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
+from slipstream.rollout_queue.observe.waits import FEEDER, LEARNER
 
 logger = logging.getLogger(__name__)
 

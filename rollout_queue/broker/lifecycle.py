@@ -10,22 +10,22 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from protocol.addresses import normal_url
-from protocol.config import ConfigError
-from protocol.history import Row, reported_row
-from protocol.messages import Server, ServerState
-from protocol.status import Stall, Status
-from protocol.versions import new_run_id
-from rollout_queue.broker import status
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import TICK_S
-from rollout_queue.ledger import servers
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Refusal
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store import check_beside_run
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.changes import Changes
+from slipstream.protocol.addresses import normal_url
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.history import Row, reported_row
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.status import Stall, Status
+from slipstream.protocol.versions import new_run_id
+from slipstream.rollout_queue.broker import status
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import TICK_S
+from slipstream.rollout_queue.ledger import servers
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision, Refusal
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.store import check_beside_run
+from slipstream.rollout_queue.store.base import StoreError
+from slipstream.rollout_queue.store.changes import Changes
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollout_queue.ledger.records import TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.records import TicketRecord, TicketState
 
 MAX_BYTES = 64 * 1024**2
 

@@ -13,9 +13,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from protocol import reasons, trained_record
-from protocol.trained_record import Head
-from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
+from slipstream.protocol import reasons, trained_record
+from slipstream.protocol.trained_record import Head
+from slipstream.rollout_queue.ledger.records import RunState, TicketRecord, TicketState
 
 # Batches that the learner tried and left out: a bug report needs them.
 LEFT_OUT = frozenset({reasons.STEP_NOT_FINITE, reasons.OUT_OF_MEMORY})

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.messages import Server, ServerState
-from protocol.status import (
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.status import (
     Evaluation,
     GroupCounts,
     Limit,
@@ -19,14 +19,14 @@ from protocol.status import (
     Wait,
     WorkerStatus,
 )
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.evaluations import MAX_OPEN
-from rollout_queue.ledger.records import TicketState
-from rollout_queue.observe import diagnosis, stall
-from rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of, slowest_tool
-from rollout_queue.observe.stall import alarm_after_s
-from rollout_queue.observe.waits import LEARNER, group_alike
-from rollout_queue.store.base import MAX_SILENCE_S
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger.evaluations import MAX_OPEN
+from slipstream.rollout_queue.ledger.records import TicketState
+from slipstream.rollout_queue.observe import diagnosis, stall
+from slipstream.rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of, slowest_tool
+from slipstream.rollout_queue.observe.stall import alarm_after_s
+from slipstream.rollout_queue.observe.waits import LEARNER, group_alike
+from slipstream.rollout_queue.store.base import MAX_SILENCE_S
 
 _AWAITED = {
     ServerState.JOINING: "its first proof",

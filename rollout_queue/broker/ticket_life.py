@@ -6,10 +6,10 @@ import re
 
 import msgspec
 
-from protocol import reasons
-from protocol.rollouts import TicketLife
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import EVAL_TICKET, Refusal, TicketRecord
+from slipstream.protocol import reasons
+from slipstream.protocol.rollouts import TicketLife
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger.records import EVAL_TICKET, Refusal, TicketRecord
 
 # Attempts at the row that are looked for, before the ticket's and after it.
 _MAX_ATTEMPTS = 16

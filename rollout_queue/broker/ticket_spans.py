@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol import tracing
-from protocol.tracing import TicketTrace
-from rollout_queue.ledger.records import OUTSTANDING, TicketRecord, TicketState
+from slipstream.protocol import tracing
+from slipstream.protocol.tracing import TicketTrace
+from slipstream.rollout_queue.ledger.records import OUTSTANDING, TicketRecord, TicketState
 
 # These end a ticket whose group is not trained or evaluated.
 _LOST = (TicketState.DROPPED, TicketState.REISSUED)

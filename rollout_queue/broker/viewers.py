@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from protocol import codec, reasons
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol import codec, reasons
+from slipstream.rollout_queue.ledger.records import Refusal
 
 MAX_VIEWERS = 64
 

@@ -12,15 +12,15 @@ from math import ceil
 
 import msgspec
 
-from protocol import reasons
-from protocol.messages import Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
-from rollout_queue.ledger import evaluations, registration, tickets, validation
-from rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
-from rollout_queue.observe import windows
-from rollout_queue.observe.notices import CHANGED
-from rollout_queue.observe.windows import GroupOutcome
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
+from slipstream.rollout_queue.ledger import evaluations, registration, tickets, validation
+from slipstream.rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
+from slipstream.rollout_queue.observe import windows
+from slipstream.rollout_queue.observe.notices import CHANGED
+from slipstream.rollout_queue.observe.windows import GroupOutcome
 
 # Groups up to this size are validated on the event loop, which takes about a millisecond; larger ones in a thread.
 _MAX_BYTES_AT_ONCE = 256 * 1024

@@ -16,10 +16,10 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar, cast
 
-from protocol import reasons
-from rollout_queue.ledger.records import Decision, Refusal
-from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
-from rollout_queue.store.changes import Changes, Payload
+from slipstream.protocol import reasons
+from slipstream.rollout_queue.ledger.records import Decision, Refusal
+from slipstream.rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
+from slipstream.rollout_queue.store.changes import Changes, Payload
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 
 _DEPTH_FACTOR = 0.8
 _DEPTH_STEP = 0.25

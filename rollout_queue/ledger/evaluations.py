@@ -19,13 +19,13 @@ from itertools import chain
 
 import msgspec
 
-from protocol import reasons
-from protocol.config import RunConfig
-from protocol.messages import BeginSession, Group
-from protocol.status import Ended, Evaluation, EvaluationRequest
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.open_evaluations import EvalTally, OpenEvaluation
-from rollout_queue.ledger.records import (
+from slipstream.protocol import reasons
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import BeginSession, Group
+from slipstream.protocol.status import Ended, Evaluation, EvaluationRequest
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.open_evaluations import EvalTally, OpenEvaluation
+from slipstream.rollout_queue.ledger.records import (
     Decision,
     EvalRecord,
     GroupFacts,
@@ -35,7 +35,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
 
 # A learner that reconnects needs these, and the status shows them; evaluations.jsonl holds the rest.
 MAX_ENDED = 256

@@ -12,13 +12,13 @@ from itertools import accumulate
 
 import msgspec
 
-from protocol import reasons
-from protocol.messages import BeginSession, LeaseAck, SessionStart
-from protocol.versions import within_staleness
-from rollout_queue.ledger import tickets
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import OUTSTANDING, Decision, Refusal, RunState, TicketRecord, TicketState
-from rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import BeginSession, LeaseAck, SessionStart
+from slipstream.protocol.versions import within_staleness
+from slipstream.rollout_queue.ledger import tickets
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import OUTSTANDING, Decision, Refusal, RunState, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
 
 # The newest indices keep their tickets one by one for `slipstream ledger`; older ones become sums.
 INDICES_KEPT = 100_000

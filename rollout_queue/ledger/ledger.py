@@ -14,14 +14,14 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 
-from protocol import reasons
-from protocol.config import RunConfig
-from protocol.messages import ServerState
-from protocol.status import TicketCounts
-from rollout_queue.ledger.deadlines import Deadlines
-from rollout_queue.ledger.open_evaluations import Evaluations
-from rollout_queue.ledger.ready_groups import ReadyGroups
-from rollout_queue.ledger.records import (
+from slipstream.protocol import reasons
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import TicketCounts
+from slipstream.rollout_queue.ledger.deadlines import Deadlines
+from slipstream.rollout_queue.ledger.open_evaluations import Evaluations
+from slipstream.rollout_queue.ledger.ready_groups import ReadyGroups
+from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     OUTSTANDING,

@@ -13,9 +13,9 @@ from copy import deepcopy
 
 import msgspec
 
-from protocol import reasons
-from protocol.status import Ended, Evaluation
-from rollout_queue.ledger.records import Decision, EvalRecord, TicketRecord, TicketState
+from slipstream.protocol import reasons
+from slipstream.protocol.status import Ended, Evaluation
+from slipstream.rollout_queue.ledger.records import Decision, EvalRecord, TicketRecord, TicketState
 
 # Finish reasons that mean that the policy was cut off.
 _CUT_OFF = ("length", "context")

@@ -10,8 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Collection
 from itertools import chain
 
-from rollout_queue.ledger.records import ServerRecord, TicketRecord
-from rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.ledger.records import ServerRecord, TicketRecord
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
 
 # What the order goes by. The next group to lease has the highest place, since lists are short to change at their end.
 _Place = tuple[int, int, str]

@@ -12,8 +12,16 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Fingerprint, Group, LearnerProcess, Server, SessionStart, TicketKind, VersionSpan
-from protocol.status import Evaluation
+from slipstream.protocol.messages import (
+    Fingerprint,
+    Group,
+    LearnerProcess,
+    Server,
+    SessionStart,
+    TicketKind,
+    VersionSpan,
+)
+from slipstream.protocol.status import Evaluation
 
 # Ranges of one server in one group, far above any real number. What is beyond is taken as one range.
 _MAX_RANGES = 32
@@ -344,7 +352,7 @@ class StoreContents(msgspec.Struct):
 
 
 class Refusal(Exception):
-    """Declines a request. `reason` is a code of `protocol.reasons`; `message` names value and remedy."""
+    """Declines a request. `reason` is a code of `slipstream.protocol.reasons`; `message` names value and remedy."""
 
     def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from protocol import reasons
-from protocol.config import fingerprint
-from protocol.messages import Fingerprint
-from rollout_queue.ledger.records import Decision, Refusal, RunState
+from slipstream.protocol import reasons
+from slipstream.protocol.config import fingerprint
+from slipstream.protocol.messages import Fingerprint
+from slipstream.rollout_queue.ledger.records import Decision, Refusal, RunState
 
 # A few heartbeats. After that a worker is taken to have gone.
 SILENT_S = 60.0

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from protocol import reasons
-from protocol.messages import Server, ServerState
-from rollout_queue.ledger.records import Distrust, GroupFacts, Refusal, SampledBy, ServerRecord
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_queue.ledger.records import Distrust, GroupFacts, Refusal, SampledBy, ServerRecord
 
 _MAX_SERVERS = 1024
 

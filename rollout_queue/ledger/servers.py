@@ -14,12 +14,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol import reasons
-from protocol.messages import Server, ServerState
-from rollout_queue.ledger import tickets
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Distrust, Refusal, ServerRecord, TicketRecord, TicketState
-from rollout_queue.ledger.server_registry import AWAITS_PROOF, ServerRegistry, awaits_proof, distrusts, lost
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_queue.ledger import tickets
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision, Distrust, Refusal, ServerRecord, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.server_registry import AWAITS_PROOF, ServerRegistry, awaits_proof, distrusts, lost
 
 # Entries of distrust of one server, beyond which old ones are forgotten.
 _MAX_DISTRUST = 32

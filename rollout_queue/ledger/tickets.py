@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from protocol import reasons
-from protocol.messages import Ticket
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import EVAL_TICKET, Decision, GroupFacts, Refusal, TicketRecord, TicketState
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Ticket
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import (
+    EVAL_TICKET,
+    Decision,
+    GroupFacts,
+    Refusal,
+    TicketRecord,
+    TicketState,
+)
 
 # Every store holds integers of 64 bits.
 _MAX_STORED = 2**63

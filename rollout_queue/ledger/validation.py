@@ -8,9 +8,9 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from protocol import codec, reasons
-from protocol.images import MAX_BYTES, Image
-from protocol.messages import (
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.images import MAX_BYTES, Image
+from slipstream.protocol.messages import (
     MAX_METRIC,
     MAX_ROLES,
     SCHEMA_VERSION,
@@ -20,7 +20,7 @@ from protocol.messages import (
     SamplingMask,
     Segment,
 )
-from rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
+from slipstream.rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, each with an answer, and all metrics and notes that are allowed has about 26,000 values;
 # one of a thousand turns in one segment about 6,000. Twenty of the largest fit into a group. At the bound, whatever a

@@ -14,9 +14,9 @@ from statistics import fmean, pstdev
 
 import msgspec
 
-from protocol.config import RunConfig
-from protocol.history import Event, Row
-from rollout_queue.observe.notices import printable
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.history import Event, Row
+from slipstream.rollout_queue.observe.notices import printable
 
 # Steps after a jump that are looked at, and before it: at least, and at most.
 _AFTER, _MIN_BEFORE, _BEFORE = 3, 4, 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from protocol.status import ConnectionStatus
+from slipstream.protocol.status import ConnectionStatus
 
 _KEPT_S = 3600.0
 

@@ -15,14 +15,14 @@ from statistics import median
 
 import msgspec
 
-from protocol import reasons
-from protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
-from protocol.config import RolloutSection, RunConfig
-from protocol.rollouts import UNKNOWN_TOOL
-from protocol.status import Cause, Notice, Severity, WorkerStatus
-from rollout_queue.observe.changes import ChangeFinder
-from rollout_queue.observe.notices import printable
-from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow
+from slipstream.protocol import reasons
+from slipstream.protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
+from slipstream.protocol.config import RolloutSection, RunConfig
+from slipstream.protocol.rollouts import UNKNOWN_TOOL
+from slipstream.protocol.status import Cause, Notice, Severity, WorkerStatus
+from slipstream.rollout_queue.observe.changes import ChangeFinder
+from slipstream.rollout_queue.observe.notices import printable
+from slipstream.rollout_queue.observe.windows import GroupOutcome, OutcomeWindow
 
 WINDOW_GROUPS = 400
 
@@ -186,7 +186,7 @@ class Symptoms:
             self.tickets.append(reason)
 
     def stepped(self, row: Row) -> None:
-        """Note a step. `row`: its figures, as of `protocol.collapse`."""
+        """Note a step. `row`: its figures, as of `slipstream.protocol.collapse`."""
         self.flat_steps = self.flat_steps + 1 if row.get("grad_norm") == 0 else 0
         self._steps.append(row)
         self._since = SuddenlyEqual(row, len(self.newest) - self.newest.equal, len(self.newest))

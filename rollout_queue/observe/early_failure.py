@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from protocol import reasons
-from protocol.config import RunConfig
-from rollout_queue.ledger.records import Refusal, TicketRecord
-from rollout_queue.observe.diagnosis import PASSING, explaining_kind, where_to_fix
+from slipstream.protocol import reasons
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
+from slipstream.rollout_queue.observe.diagnosis import PASSING, explaining_kind, where_to_fix
 
 _MAX_TEXTS = 64
 

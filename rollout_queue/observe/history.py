@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import history, reasons
-from protocol.history import Entry, Event, EventKind, Part, Row, RunColumns
-from protocol.status import ServerStatus, Status, WorkerStatus, describe_evaluation
-from rollout_queue.observe.changes import ChangeFinder
-from rollout_queue.observe.notices import CHANGED
-from rollout_queue.observe.workers import QUIET_S
+from slipstream.protocol import history, reasons
+from slipstream.protocol.history import Entry, Event, EventKind, Part, Row, RunColumns
+from slipstream.protocol.status import ServerStatus, Status, WorkerStatus, describe_evaluation
+from slipstream.rollout_queue.observe.changes import ChangeFinder
+from slipstream.rollout_queue.observe.notices import CHANGED
+from slipstream.rollout_queue.observe.workers import QUIET_S
 
 # A status is written so often, seconds; events at once.
 WRITE_S = 5.0

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from protocol.config import RunConfig
-from protocol.messages import LearnerReport
-from protocol.status import Limit, LimitingPart, Scaling
-from rollout_queue.observe.notices import printable
-from rollout_queue.observe.windows import ToolCounts
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import LearnerReport
+from slipstream.protocol.status import Limit, LimitingPart, Scaling
+from slipstream.rollout_queue.observe.notices import printable
+from slipstream.rollout_queue.observe.windows import ToolCounts
 
 # A part that would bring less, as a share of the run's speed, is not named.
 _MIN_GAIN = 0.05

@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from protocol.status import Notice
+from slipstream.protocol.status import Notice
 
 MAX_NOTICES = 64
 
@@ -76,7 +76,7 @@ class Notices:
         """Add a notice unless it was given before; again if nobody has given it for `AGAIN_AFTER_S`.
 
         Args:
-            kind: A reason of `protocol.reasons`.
+            kind: A reason of `slipstream.protocol.reasons`.
             text: What is wrong and what to do; cut at MAX_CHARACTERS.
             now: Current time, seconds.
             who: The worker or process that it is about.

@@ -9,20 +9,20 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 
-from protocol import reasons
-from protocol.messages import LearnerReport, ServerState, WorkerReport
-from protocol.status import LearnerStatus
-from rollout_queue.ledger.admission import StepFacts
-from rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
-from rollout_queue.ledger.registration import SILENT_S
-from rollout_queue.observe.connections import ConnectionCounts
-from rollout_queue.observe.diagnosis import CauseTimes, Symptoms
-from rollout_queue.observe.limits import LimitWindow
-from rollout_queue.observe.notices import Notices
-from rollout_queue.observe.prometheus import Histograms
-from rollout_queue.observe.stall import StepProgress
-from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
-from rollout_queue.observe.windows import (
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import LearnerReport, ServerState, WorkerReport
+from slipstream.protocol.status import LearnerStatus
+from slipstream.rollout_queue.ledger.admission import StepFacts
+from slipstream.rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.registration import SILENT_S
+from slipstream.rollout_queue.observe.connections import ConnectionCounts
+from slipstream.rollout_queue.observe.diagnosis import CauseTimes, Symptoms
+from slipstream.rollout_queue.observe.limits import LimitWindow
+from slipstream.rollout_queue.observe.notices import Notices
+from slipstream.rollout_queue.observe.prometheus import Histograms
+from slipstream.rollout_queue.observe.stall import StepProgress
+from slipstream.rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
+from slipstream.rollout_queue.observe.windows import (
     WINDOW_STEPS,
     GroupOutcome,
     NewestTickets,
@@ -31,7 +31,7 @@ from rollout_queue.observe.windows import (
     StalenessWindow,
     age_of,
 )
-from rollout_queue.observe.workers import WorkerReports
+from slipstream.rollout_queue.observe.workers import WorkerReports
 
 # A learner's wait that begins with this word: no step can be expected meanwhile.
 LOADING = "loading"

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, di
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.messages import ServerState
-from protocol.status import LimitingPart, Status, WorkerActivity, episodes_at, evaluation_metrics
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import LimitingPart, Status, WorkerActivity, episodes_at, evaluation_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

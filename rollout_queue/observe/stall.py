@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from protocol import reasons
-from protocol.messages import Server, ServerState
-from protocol.status import GroupCounts, Stall
-from rollout_queue.ledger.records import TicketRecord, TicketState
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.status import GroupCounts, Stall
+from slipstream.rollout_queue.ledger.records import TicketRecord, TicketState
 
 _REMEDIES: Mapping[str, str] = {
     reasons.OVERAGE: "episodes take longer than the learner's steps: raise queue.max_staleness, or lower "

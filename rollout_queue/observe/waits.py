@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol.status import Wait
+from slipstream.protocol.status import Wait
 
 # Names of those who wait, and of what they wait for.
 LEARNER, FEEDER = "learner", "learner (next batch)"

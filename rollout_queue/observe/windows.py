@@ -13,11 +13,11 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from protocol import codec, reasons
-from protocol.messages import Group
-from protocol.rollouts import TOOL_COUNT, TOOLS_OFFERED, RolloutView
-from protocol.status import Rates, Staleness
-from rollout_queue.ledger.records import TicketRecord, TicketState
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.messages import Group
+from slipstream.protocol.rollouts import TOOL_COUNT, TOOLS_OFFERED, RolloutView
+from slipstream.protocol.status import Rates, Staleness
+from slipstream.rollout_queue.ledger.records import TicketRecord, TicketState
 
 Key = TypeVar("Key", bound=Hashable)
 

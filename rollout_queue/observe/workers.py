@@ -12,11 +12,11 @@ from itertools import islice
 
 import msgspec
 
-from protocol.messages import WorkerReport
-from protocol.status import EPISODE_PLACES, WorkerActivity, WorkerStatus
-from rollout_queue.ledger.registration import SILENT_S
-from rollout_queue.observe.limits import SlotTimes
-from rollout_queue.observe.waits import SESSION
+from slipstream.protocol.messages import WorkerReport
+from slipstream.protocol.status import EPISODE_PLACES, WorkerActivity, WorkerStatus
+from slipstream.rollout_queue.ledger.registration import SILENT_S
+from slipstream.rollout_queue.observe.limits import SlotTimes
+from slipstream.rollout_queue.observe.waits import SESSION
 
 # Seconds without a word, in which a worker has missed two heartbeats: what it does is no longer known.
 QUIET_S = 25.0

@@ -7,28 +7,28 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import checkpoints
-from protocol.config import ConfigError, RunConfig
-from protocol.trained_record import RECORD_FOLDER, record_parts
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store.base import Store, StoreReader
-from rollout_queue.store.memory import MemoryReader, MemoryStore
-from rollout_queue.store.sqlite import SqliteReader, SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.trained_record import RECORD_FOLDER, record_parts
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store.base import Store, StoreReader
+from slipstream.rollout_queue.store.memory import MemoryReader, MemoryStore
+from slipstream.rollout_queue.store.sqlite import SqliteReader, SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 
 
 def _postgres(config: RunConfig) -> Store:
-    from rollout_queue.store.postgres_database import Database
+    from slipstream.rollout_queue.store.postgres_database import Database
 
     database = Database(config.queue, config.run.name)  # its module says what to install
-    from rollout_queue.store.postgres import PostgresStore
+    from slipstream.rollout_queue.store.postgres import PostgresStore
 
     return PostgresStore(database, config.queue.own_address)
 
 
 def _postgres_reader(config: RunConfig) -> StoreReader:
-    from rollout_queue.store.postgres_database import Database
-    from rollout_queue.store.postgres_reader import PostgresReader
+    from slipstream.rollout_queue.store.postgres_database import Database
+    from slipstream.rollout_queue.store.postgres_reader import PostgresReader
 
     return PostgresReader(Database(config.queue, config.run.name))
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from protocol.client import QueueError
-from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, TicketState
-from rollout_queue.store.changes import Changes, Payload
+from slipstream.protocol.client import QueueError
+from slipstream.rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, TicketState
+from slipstream.rollout_queue.store.changes import Changes, Payload
 
 # Seconds after which an active queue that has committed nothing is taken for dead. It commits at least each second.
 MAX_SILENCE_S = 3.0

@@ -11,7 +11,7 @@ from typing import Self
 import crc32c
 import msgspec
 
-from rollout_queue.ledger.records import (
+from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
     EvalRecord,

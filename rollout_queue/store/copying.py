@@ -8,12 +8,12 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.config import ConfigError, RunConfig
-from rollout_queue.ledger.records import StoreContents
-from rollout_queue.store.base import StoreReader
-from rollout_queue.store.sql import TABLES, Row, quoted
-from rollout_queue.store.sqlite import SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME, check_sound, count_rows
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_queue.ledger.records import StoreContents
+from slipstream.rollout_queue.store.base import StoreReader
+from slipstream.rollout_queue.store.sql import TABLES, Row, quoted
+from slipstream.rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME, check_sound, count_rows
 
 
 def back_up(store: StoreReader, path: Path) -> dict[str, int]:
@@ -59,10 +59,10 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
     Raises:
         ConfigError: One of the two cannot be used, or the database holds the run already.
     """
-    from rollout_queue.store.postgres_database import Database
+    from slipstream.rollout_queue.store.postgres_database import Database
 
     database = Database(target.queue, target.run.name)  # its module says what to install
-    from rollout_queue.store.postgres import PostgresStore
+    from slipstream.rollout_queue.store.postgres import PostgresStore
 
     path = config.run_dir / FILE_NAME
     if config.queue.store_kind != "sqlite":

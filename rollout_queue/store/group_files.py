@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import crc32c
 
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.changes import Payload
+from slipstream.rollout_queue.store.base import StoreError
+from slipstream.rollout_queue.store.changes import Payload
 
 # A file that is larger gets nothing more. A small one goes soon after its last group, and is deleted quickly.
 FILE_BYTES = 16 * 1024**2

@@ -6,8 +6,8 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import (
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import (
     LIVE,
     EvalRecord,
     RunState,
@@ -16,9 +16,9 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import LedgerRow, StoreFacts, StoreSize
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import SqliteReader
+from slipstream.rollout_queue.store.base import LedgerRow, StoreFacts, StoreSize
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.sqlite import SqliteReader
 
 
 class MemoryStore:

@@ -21,10 +21,10 @@ from uuid import uuid4
 
 import psycopg
 
-from rollout_queue.ledger.records import StoreContents
-from rollout_queue.store.base import MAX_SILENCE_S, StoreError, StoreSize, Superseded
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.postgres_database import (
+from slipstream.rollout_queue.ledger.records import StoreContents
+from slipstream.rollout_queue.store.base import MAX_SILENCE_S, StoreError, StoreSize, Superseded
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.postgres_database import (
     HOLDER,
     Connection,
     Database,
@@ -34,7 +34,7 @@ from rollout_queue.store.postgres_database import (
     try_lock,
     unlock,
 )
-from rollout_queue.store.sql import TABLES, UNREADABLE, Query, Row, SqlStore, Write, insert, writes
+from slipstream.rollout_queue.store.sql import TABLES, UNREADABLE, Query, Row, SqlStore, Write, insert, writes
 
 logger = logging.getLogger(__name__)
 

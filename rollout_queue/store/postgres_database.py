@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from protocol.config import ConfigError, QueueSection
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.migrations import Migration
+from slipstream.protocol.config import ConfigError, QueueSection
+from slipstream.rollout_queue.store.base import StoreError
+from slipstream.rollout_queue.store.migrations import Migration
 
 try:
     import psycopg

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store import sql
-from rollout_queue.store.base import LedgerRow, StoreFacts
-from rollout_queue.store.migrations import migrate
-from rollout_queue.store.postgres_database import (
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store import sql
+from slipstream.rollout_queue.store.base import LedgerRow, StoreFacts
+from slipstream.rollout_queue.store.migrations import migrate
+from slipstream.rollout_queue.store.postgres_database import (
     HOLDER,
     LAYOUTS,
     Connection,

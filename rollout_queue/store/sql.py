@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from rollout_queue.ledger.records import (
+from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     EvalRecord,
@@ -26,8 +26,8 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import LedgerRow
-from rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.base import LedgerRow
+from slipstream.rollout_queue.store.changes import Changes, Payload
 
 T = TypeVar("T")
 Row = tuple[Any, ...]

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store import sql
-from rollout_queue.store.base import LedgerRow, StoreFacts, StoreSize, Superseded, is_held
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.group_files import GroupFiles
-from rollout_queue.store.migrations import layout_of, newest_layout
-from rollout_queue.store.sql import UNREADABLE, Query, SqlStore
-from rollout_queue.store.sqlite_file import (
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store import sql
+from slipstream.rollout_queue.store.base import LedgerRow, StoreFacts, StoreSize, Superseded, is_held
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.group_files import GroupFiles
+from slipstream.rollout_queue.store.migrations import layout_of, newest_layout
+from slipstream.rollout_queue.store.sql import UNREADABLE, Query, SqlStore
+from slipstream.rollout_queue.store.sqlite_file import (
     INDEX,
     LOG,
     FileWatch,

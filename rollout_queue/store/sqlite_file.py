@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.config import ConfigError
-from rollout_queue.store.base import StoreError, hold_lock_file
-from rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.store.base import StoreError, hold_lock_file
+from slipstream.rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
 
 logger = logging.getLogger(__name__)
 

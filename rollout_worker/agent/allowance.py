@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from protocol.messages import FinishReason
-from rollout_worker.agent.api.messages import CONTEXT, TURNS, ApiError
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.episodes.limits import EpisodeLimits, TurnBudget, size_fault
-from rollout_worker.episodes.runner import MAX_SEGMENTS
+from slipstream.protocol.messages import FinishReason
+from slipstream.rollout_worker.agent.api.messages import CONTEXT, TURNS, ApiError
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits, TurnBudget, size_fault
+from slipstream.rollout_worker.episodes.runner import MAX_SEGMENTS
 
 
 class Allowance:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from protocol.config.sections.sampling import StructuredOutputs
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.format_check import turn_begins, turn_ends
-from rollout_worker.chat.parsers.base import ToolCall
+from slipstream.protocol.config.sections.sampling import StructuredOutputs
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.format_check import turn_begins, turn_ends
+from slipstream.rollout_worker.chat.parsers.base import ToolCall
 
 # No template contains this word.
 _WORD = "slipstream7f3a"

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 from jsonschema import SchemaError
 
-from protocol.config import ConfigError
-from rollout_worker import user_code
-from rollout_worker.agent.api.messages import ApiError
-from rollout_worker.agent.api.request import schemas_digest
-from rollout_worker.agent.forced_calls import Frame, frame_of
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.chat.format_check import check_answer_format
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.tools.arguments import Parameters
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.request import schemas_digest
+from slipstream.rollout_worker.agent.forced_calls import Frame, frame_of
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.format_check import check_answer_format
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.tools.arguments import Parameters
 
 # Maximum sets of tools. Each holds its schemas and their rendering; the tokenizer is shared.
 MAX_KEPT = 64

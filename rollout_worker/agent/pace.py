@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 
-from rollout_worker.agent.api.messages import ApiError
-from rollout_worker.inference.failures import FailureNotices
+from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.inference.failures import FailureNotices
 
 # Requests of an episode that are handled as they come, and how many a second are beyond them. One costs the worker's
 # loop about a millisecond, whatever it is answered.

@@ -7,14 +7,14 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol import reasons
-from rollout_worker.agent.api.messages import Call, ChatMessage
-from rollout_worker.agent.tree import GivenCall
-from rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
-from rollout_worker.tools.arguments import Parameters, small
-from rollout_worker.tools.base import NAME_CHARACTERS, UNKNOWN, ArgumentsError, count_call, counted_as
-from rollout_worker.user_code import in_thread
-from rollout_worker.user_code.values import encodable
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.agent.api.messages import Call, ChatMessage
+from slipstream.rollout_worker.agent.tree import GivenCall
+from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
+from slipstream.rollout_worker.tools.arguments import Parameters, small
+from slipstream.rollout_worker.tools.base import NAME_CHARACTERS, UNKNOWN, ArgumentsError, count_call, counted_as
+from slipstream.rollout_worker.user_code import in_thread
+from slipstream.rollout_worker.user_code.values import encodable
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout_worker.agent.api.messages import ChatMessage, chained_answer, repeats
-from rollout_worker.agent.tree import Tree, TreeNode
-from rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.agent.api.messages import ChatMessage, chained_answer, repeats
+from slipstream.rollout_worker.agent.tree import Tree, TreeNode
+from slipstream.rollout_worker.tools.argument_text import short
 
 Reason = Literal["conversation", "branch", "answer", "history", "system", "tools", "template"]
 

@@ -24,14 +24,14 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import RequestHandler
 
-from protocol import reasons
-from protocol.config import LOOPBACK, ConfigError
-from rollout_worker.agent.api.anthropic import AnthropicApi, error_body
-from rollout_worker.agent.api.base import Api
-from rollout_worker.agent.api.messages import SERVER, ApiError, over
-from rollout_worker.agent.session import CHAT, MODEL, Session
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.user_code.values import encodable
+from slipstream.protocol import reasons
+from slipstream.protocol.config import LOOPBACK, ConfigError
+from slipstream.rollout_worker.agent.api.anthropic import AnthropicApi, error_body
+from slipstream.rollout_worker.agent.api.base import Api
+from slipstream.rollout_worker.agent.api.messages import SERVER, ApiError, over
+from slipstream.rollout_worker.agent.session import CHAT, MODEL, Session
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 # aiohttp writes a traceback for whatever is no HTTP, with the line at fault, which may hold a key.

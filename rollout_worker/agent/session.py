@@ -14,39 +14,39 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from protocol import tracing
-from protocol.config import RolloutSection
-from protocol.messages import FinishReason, Rollout
-from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
-from protocol.versions import SERVED_MODEL_NAME
-from rollout_worker import user_code
-from rollout_worker.agent.allowance import Allowance
-from rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
-from rollout_worker.agent.api.chat import ChatApi
-from rollout_worker.agent.api.messages import SERVER, ApiError, ChatMessage, over
-from rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
-from rollout_worker.agent.api.request import Asked, schemas_digest
-from rollout_worker.agent.api.responses import ResponsesApi
-from rollout_worker.agent.forced_calls import one_call
-from rollout_worker.agent.formats import ChatFormats, Proven
-from rollout_worker.agent.pace import Pace
-from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
-from rollout_worker.agent.segments import MEANT, NewSegment, why_new
-from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.parsers.base import Message, ParsedTurn
-from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.episode import Episode
-from rollout_worker.episodes.limits import Deadline
-from rollout_worker.episodes.runner import EpisodeRunner, note_turn
-from rollout_worker.episodes.tool_results import for_policy
-from rollout_worker.inference.experts import known_until
-from rollout_worker.inference.failures import EpisodeFailed
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import OwnParams, Sampled
-from rollout_worker.task.reward_base import TEXT_CHARACTERS
-from rollout_worker.tools.base import ToolResult
-from rollout_worker.user_code.values import encodable
+from slipstream.protocol import tracing
+from slipstream.protocol.config import RolloutSection
+from slipstream.protocol.messages import FinishReason, Rollout
+from slipstream.protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
+from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.agent.allowance import Allowance
+from slipstream.rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
+from slipstream.rollout_worker.agent.api.chat import ChatApi
+from slipstream.rollout_worker.agent.api.messages import SERVER, ApiError, ChatMessage, over
+from slipstream.rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
+from slipstream.rollout_worker.agent.api.request import Asked, schemas_digest
+from slipstream.rollout_worker.agent.api.responses import ResponsesApi
+from slipstream.rollout_worker.agent.forced_calls import one_call
+from slipstream.rollout_worker.agent.formats import ChatFormats, Proven
+from slipstream.rollout_worker.agent.pace import Pace
+from slipstream.rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
+from slipstream.rollout_worker.agent.segments import MEANT, NewSegment, why_new
+from slipstream.rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
+from slipstream.rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.episodes.episode import Episode
+from slipstream.rollout_worker.episodes.limits import Deadline
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner, note_turn
+from slipstream.rollout_worker.episodes.tool_results import for_policy
+from slipstream.rollout_worker.inference.experts import known_until
+from slipstream.rollout_worker.inference.failures import EpisodeFailed
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.wire import OwnParams, Sampled
+from slipstream.rollout_worker.task.reward_base import TEXT_CHARACTERS
+from slipstream.rollout_worker.tools.base import ToolResult
+from slipstream.rollout_worker.user_code.values import encodable
 
 T = TypeVar("T")
 

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from protocol import reasons
-from protocol.config import ConfigError, RunConfig
-from protocol.config.sections.sampling import keeps_mask
-from protocol.messages import FinishReason
-from rollout_worker import user_code
-from rollout_worker.agent import AgentServer, ChatFormats, Session
-from rollout_worker.agent.session import AgentClock, AgentContext
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.data.dataset import RowSample
-from rollout_worker.episodes.episode import Episode, NoReward
-from rollout_worker.episodes.limits import Deadline
-from rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceContext, side_by_side
-from rollout_worker.inference.failures import EpisodeFailed
-from rollout_worker.inference.router import Affinity
-from rollout_worker.task.agent import (
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections.sampling import keeps_mask
+from slipstream.protocol.messages import FinishReason
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.agent import AgentServer, ChatFormats, Session
+from slipstream.rollout_worker.agent.session import AgentClock, AgentContext
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.data.dataset import RowSample
+from slipstream.rollout_worker.episodes.episode import Episode, NoReward
+from slipstream.rollout_worker.episodes.limits import Deadline
+from slipstream.rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceContext, side_by_side
+from slipstream.rollout_worker.inference.failures import EpisodeFailed
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.task.agent import (
     ENDPOINT,
     ENDPOINTS,
     Agent,
@@ -33,9 +33,9 @@ from rollout_worker.task.agent import (
     read_result,
     read_result_of,
 )
-from rollout_worker.task.reward_base import OWN_REWARD, RESULTS, TEXT_CHARACTERS
-from rollout_worker.task.roles import Roles
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.reward_base import OWN_REWARD, RESULTS, TEXT_CHARACTERS
+from slipstream.rollout_worker.task.roles import Roles
+from slipstream.rollout_worker.task.task import Task
 
 
 @dataclass(frozen=True, slots=True)

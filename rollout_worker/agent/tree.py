@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollout_worker.agent.api.messages import ChatMessage, chained, chained_answer, repeats
-from rollout_worker.chat.parsers.base import Message, ParsedTurn
-from rollout_worker.episodes.episode import SegmentDraft
-from rollout_worker.inference.wire import Sampled
+from slipstream.rollout_worker.agent.api.messages import ChatMessage, chained, chained_answer, repeats
+from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
+from slipstream.rollout_worker.episodes.episode import SegmentDraft
+from slipstream.rollout_worker.inference.wire import Sampled
 
 
 @dataclass(frozen=True, slots=True)

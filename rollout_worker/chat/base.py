@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollout_worker.chat.parsers.base import Message, ParsedTurn
-from rollout_worker.vision.messages import PARTS as IMAGE_PARTS
-from rollout_worker.vision.processor import ImageProcessor, Seen
+from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
+from slipstream.rollout_worker.vision.messages import PARTS as IMAGE_PARTS
+from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
 
 
 class PromptError(Exception):

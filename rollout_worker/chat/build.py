@@ -11,13 +11,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from protocol.config import ConfigError, RunConfig
-from rollout_worker.chat import renderer_settings
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.chat.format_check import check_answer_format, check_tool_format
-from rollout_worker.chat.parsers.base import Message, ParsedTurn
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.vision.processor import ImageProcessor
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_worker.chat import renderer_settings
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.format_check import check_answer_format, check_tool_format
+from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.vision.processor import ImageProcessor
 
 _SYSTEM_ROLES = ("system", "developer")
 

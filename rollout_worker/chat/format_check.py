@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.parser_choice import same_value
-from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.parser_choice import same_value
+from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
 
 _REMEDY = (
     "name a renderer that knows the model with chat.renderer, another template with chat.template = file.jinja, or "

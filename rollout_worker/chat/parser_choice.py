@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.config import ConfigError
-from rollout_worker.chat.parsers import NAMES, Before, Parser, Thought, by_name
-from rollout_worker.chat.parsers.base import Message, ToolCall, Unreadable
-from rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
-from rollout_worker.chat.parsers.literal_calls import Literals
-from rollout_worker.chat.template_analysis import REFUSALS, USER, Rendering, Unfit
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parsers import NAMES, Before, Parser, Thought, by_name
+from slipstream.rollout_worker.chat.parsers.base import Message, ToolCall, Unreadable
+from slipstream.rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
+from slipstream.rollout_worker.chat.parsers.literal_calls import Literals
+from slipstream.rollout_worker.chat.template_analysis import REFUSALS, USER, Rendering, Unfit
 
 _LITERALS = Literals()
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_worker.chat.base import text_of
-from rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.chat.base import text_of
+from slipstream.rollout_worker.chat.parsers.base import Message
 
 NOTATION = "hermes"
 

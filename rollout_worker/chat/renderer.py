@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_worker import user_code
-from rollout_worker.chat.base import PromptError, checked
-from rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.base import PromptError, checked
+from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, ToolCall
 
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from protocol.config import ChatSection, ConfigError, RunConfig
-from protocol.config.checks import template_settings
-from rollout_worker.chat.renderer import RendererFormat
-from rollout_worker.chat.tokenizer import load_tokenizer
+from slipstream.protocol.config import ChatSection, ConfigError, RunConfig
+from slipstream.protocol.config.checks import template_settings
+from slipstream.rollout_worker.chat.renderer import RendererFormat
+from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
 
 # These configurations of the library are not notations. `auto` chooses by name. `default` is the tokenizer's own
 # template, which `chat.format = "template"` handles better.

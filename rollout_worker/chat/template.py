@@ -23,19 +23,19 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser as JinjaParser
 
-from protocol.config import ConfigError, RunConfig
-from protocol.config.checks import RESERVED
-from rollout_worker.chat import template_analysis
-from rollout_worker.chat.base import PromptError, checked, text_of
-from rollout_worker.chat.parser_choice import choose_parser
-from rollout_worker.chat.parsers import Before, Parser, Scan
-from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
-from rollout_worker.chat.prompt_tools import NOTATION, PromptTools
-from rollout_worker.chat.template_analysis import Rendering, call_id
-from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
-from rollout_worker.vision.messages import expanded, images_of, placeholder_text
-from rollout_worker.vision.processor import ImageProcessor, processor_of
-from rollout_worker.vision.sources import ImageError
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.checks import RESERVED
+from slipstream.rollout_worker.chat import template_analysis
+from slipstream.rollout_worker.chat.base import PromptError, checked, text_of
+from slipstream.rollout_worker.chat.parser_choice import choose_parser
+from slipstream.rollout_worker.chat.parsers import Before, Parser, Scan
+from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker.chat.prompt_tools import NOTATION, PromptTools
+from slipstream.rollout_worker.chat.template_analysis import Rendering, call_id
+from slipstream.rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
+from slipstream.rollout_worker.vision.messages import expanded, images_of, placeholder_text
+from slipstream.rollout_worker.vision.processor import ImageProcessor, processor_of
+from slipstream.rollout_worker.vision.sources import ImageError
 
 # Functions that transformers gives to templates.
 _FUNCTIONS = {"raise_exception", "strftime_now"}

@@ -20,8 +20,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rollout_worker.chat.base import text_of
-from rollout_worker.chat.parsers.base import OPENS_THOUGHT, REASONING_FIELDS, Message, Thought
+from slipstream.rollout_worker.chat.base import text_of
+from slipstream.rollout_worker.chat.parsers.base import OPENS_THOUGHT, REASONING_FIELDS, Message, Thought
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from protocol.config import ConfigError, ModelSection
-from rollout_worker import user_code
+from slipstream.protocol.config import ConfigError, ModelSection
+from slipstream.rollout_worker import user_code
 
 # Longer texts are tokenised in a thread, because a text of this length already takes about 1 ms.
 _INLINE_CHARACTERS = 2048

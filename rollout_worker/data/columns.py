@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.config import ConfigError
-from rollout_worker.data.rows import Row, RowPosition, Rows
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.data.rows import Row, RowPosition, Rows
 
 # Slipstream passes these arguments to reward functions, so no column of the data set may have such a name.
 GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from protocol.config import ConfigError, Finding, RunConfig
-from rollout_worker.data import files
-from rollout_worker.data.rows import Rows, Stream, Table
+from slipstream.protocol.config import ConfigError, Finding, RunConfig
+from slipstream.rollout_worker.data import files
+from slipstream.rollout_worker.data.rows import Rows, Stream, Table
 
 # A sequence of rows (a `datasets.Dataset` is one); an iterable that can be iterated again and again; a function that
 # makes either, or a generator; a file, folder, glob or name on the hub.

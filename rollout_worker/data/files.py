@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast, overload
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 
 _MARK = b"\xef\xbb\xbf"  # some programs write this byte order mark before UTF-8
 

@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
-from protocol.config import ConfigError
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.data.dataset import RowSample
-from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening
-from rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceContext, outcome, prompt_ids
-from rollout_worker.inference.failures import EpisodeFailed
-from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.task.task import Task
-from rollout_worker.tools.toolbox import ToolBox, open_tools
-from rollout_worker.vision.messages import images_of, placed
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.data.dataset import RowSample
+from slipstream.rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening
+from slipstream.rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceContext, outcome, prompt_ids
+from slipstream.rollout_worker.inference.failures import EpisodeFailed
+from slipstream.rollout_worker.inference.router import Affinity, Siblings
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.tools.toolbox import ToolBox, open_tools
+from slipstream.rollout_worker.vision.messages import images_of, placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from protocol import reasons, rollouts, tracing
-from protocol.client import retry_pause_s
-from protocol.config import ConfigError, RunConfig, WorkerSection
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.data.columns import ENVIRONMENTS
-from rollout_worker.data.dataset import RowSample
-from rollout_worker.episodes.capacity import Activity
-from rollout_worker.episodes.episode import Episode, EpisodeSetup, NoReward
-from rollout_worker.episodes.limits import size_fault
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import (
+from slipstream.protocol import reasons, rollouts, tracing
+from slipstream.protocol.client import retry_pause_s
+from slipstream.protocol.config import ConfigError, RunConfig, WorkerSection
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.data.columns import ENVIRONMENTS
+from slipstream.rollout_worker.data.dataset import RowSample
+from slipstream.rollout_worker.episodes.capacity import Activity
+from slipstream.rollout_worker.episodes.episode import Episode, EpisodeSetup, NoReward
+from slipstream.rollout_worker.episodes.limits import size_fault
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.episodes.source import (
     GroupPlan,
     PromptFindings,
     SourceContext,
@@ -31,17 +31,17 @@ from rollout_worker.episodes.source import (
     prompt_ids,
     side_by_side,
 )
-from rollout_worker.episodes.tool_results import describe_defused, for_policy
-from rollout_worker.inference.failures import EpisodeFailed
-from rollout_worker.inference.router import Affinity
-from rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
-from rollout_worker.task.environments import EnvironmentKind, Environments, check_row, open_environments
-from rollout_worker.task.task import Task
-from rollout_worker.tools.base import Content, ToolResult
-from rollout_worker.tools.toolbox import open_tools
-from rollout_worker.user_code import NotCalled, UserCodeError
-from rollout_worker.vision.messages import images_of, placed, seen_prompt
-from rollout_worker.vision.sources import ImageError
+from slipstream.rollout_worker.episodes.tool_results import describe_defused, for_policy
+from slipstream.rollout_worker.inference.failures import EpisodeFailed
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
+from slipstream.rollout_worker.task.environments import EnvironmentKind, Environments, check_row, open_environments
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.tools.base import Content, ToolResult
+from slipstream.rollout_worker.tools.toolbox import open_tools
+from slipstream.rollout_worker.user_code import NotCalled, UserCodeError
+from slipstream.rollout_worker.vision.messages import images_of, placed, seen_prompt
+from slipstream.rollout_worker.vision.sources import ImageError
 
 # Maximum number of rows whose environment is checked before a run, and of resets that are tried for each environment.
 MAX_CHECKED_ROWS = 1000

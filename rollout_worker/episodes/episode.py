@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from protocol import reasons
-from protocol.images import ImagePlace
-from protocol.messages import Rollout, SamplingMask, Segment, VersionSpan
-from protocol.rollouts import NEW_SEGMENTS
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.episodes.capacity import Reservation
-from rollout_worker.inference.experts import RecordedExperts, joined
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import PendingChoice
-from rollout_worker.inference.wire import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.vision.messages import Placed
+from slipstream.protocol import reasons
+from slipstream.protocol.images import ImagePlace
+from slipstream.protocol.messages import Rollout, SamplingMask, Segment, VersionSpan
+from slipstream.protocol.rollouts import NEW_SEGMENTS
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.episodes.capacity import Reservation
+from slipstream.rollout_worker.inference.experts import RecordedExperts, joined
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.sampler import PendingChoice
+from slipstream.rollout_worker.inference.wire import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.vision.messages import Placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from protocol.config import RunConfig
-from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.tools.arguments import Weight, weigh
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.tools.arguments import Weight, weigh
 
 
 class Deadline:

@@ -16,25 +16,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from protocol import reasons, tracing
-from protocol.messages import FinishReason, Rollout
-from protocol.rollouts import SERVER_MOVES, TOOLS_OFFERED
-from rollout_worker import user_code
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.parsers.base import MalformedCall, Message, ParsedTurn
-from rollout_worker.chat.parsers.custom import plain_turn
-from rollout_worker.episodes.capacity import Capacity, LoopYield
-from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
-from rollout_worker.episodes.limits import Deadline, EpisodeLimits, size_fault
-from rollout_worker.episodes.tool_results import describe_defused, for_policy
-from rollout_worker.inference.experts import known_until
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import Sampler
-from rollout_worker.inference.wire import Sampled
-from rollout_worker.tools.base import ToolResult, count_call
-from rollout_worker.vision.messages import Placed, images_of, placed
-from rollout_worker.vision.processor import Seen
+from slipstream.protocol import reasons, tracing
+from slipstream.protocol.messages import FinishReason, Rollout
+from slipstream.protocol.rollouts import SERVER_MOVES, TOOLS_OFFERED
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.parsers.base import MalformedCall, Message, ParsedTurn
+from slipstream.rollout_worker.chat.parsers.custom import plain_turn
+from slipstream.rollout_worker.episodes.capacity import Capacity, LoopYield
+from slipstream.rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
+from slipstream.rollout_worker.episodes.limits import Deadline, EpisodeLimits, size_fault
+from slipstream.rollout_worker.episodes.tool_results import describe_defused, for_policy
+from slipstream.rollout_worker.inference.experts import known_until
+from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.rollout_worker.inference.wire import Sampled
+from slipstream.rollout_worker.tools.base import ToolResult, count_call
+from slipstream.rollout_worker.vision.messages import Placed, images_of, placed
+from slipstream.rollout_worker.vision.processor import Seen
 
 # The queue takes no more for one rollout.
 MAX_SEGMENTS = 1024

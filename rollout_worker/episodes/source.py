@@ -1,6 +1,6 @@
 """Defines the interface of all task kinds: a source makes the episodes of a group.
 
-Nothing outside the sources asks which kind a task is. `rollout_worker.sources` lists them.
+Nothing outside the sources asks which kind a task is. `slipstream.rollout_worker.sources` lists them.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TextIO
 
-from protocol import reasons, tracing
-from protocol.config import RunConfig
-from rollout_worker import user_code
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.data.dataset import RowSample
-from rollout_worker.data.rows import Row
-from rollout_worker.episodes.capacity import Reservation
-from rollout_worker.episodes.episode import Episode
-from rollout_worker.episodes.limits import size_fault
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
-from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.inference.wire import AS_THE_RUN, OwnParams
-from rollout_worker.task.environment_pool import Notify, log_notice
-from rollout_worker.task.task import Task
-from rollout_worker.user_code import UserCode
+from slipstream.protocol import reasons, tracing
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.data.dataset import RowSample
+from slipstream.rollout_worker.data.rows import Row
+from slipstream.rollout_worker.episodes.capacity import Reservation
+from slipstream.rollout_worker.episodes.episode import Episode
+from slipstream.rollout_worker.episodes.limits import size_fault
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from slipstream.rollout_worker.inference.router import Affinity, Siblings
+from slipstream.rollout_worker.inference.wire import AS_THE_RUN, OwnParams
+from slipstream.rollout_worker.task.environment_pool import Notify, log_notice
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class TicketFailed(Exception):
     """A ticket gave no group.
 
     Attributes:
-        reason: A code of `protocol.reasons`.
+        reason: A code of `slipstream.protocol.reasons`.
         retryable: Whether another attempt may succeed.
     """
 

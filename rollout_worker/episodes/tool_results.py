@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.tools.base import Content, ToolResult
-from rollout_worker.user_code import in_thread
-from rollout_worker.user_code.values import without_middle
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.tools.base import Content, ToolResult
+from slipstream.rollout_worker.user_code import in_thread
+from slipstream.rollout_worker.user_code.values import without_middle
 
 # Added tokens that are not special but mark up chats. Others, such as Gemma's <table>, are ordinary in pages.
 _OF_CHATS = re.compile(r"</?(think|tools?|tool_\w+|function\w*)>|<[|｜].*[|｜]>|\[/?[A-Z_]+\]")

@@ -10,11 +10,11 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from protocol import reasons, tracing
-from protocol.codec import error_message
-from protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
-from rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
-from rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice, join
+from slipstream.protocol import reasons, tracing
+from slipstream.protocol.codec import error_message
+from slipstream.protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
+from slipstream.rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
+from slipstream.rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice, join
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol import reasons
-from protocol.messages import RoutedExperts
-from rollout_worker.inference.failures import BadSample
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import RoutedExperts
+from slipstream.rollout_worker.inference.failures import BadSample
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.messages import Notice, Server
-from protocol.versions import describe_label
-from rollout_worker.user_code.values import encodable
+from slipstream.protocol.messages import Notice, Server
+from slipstream.protocol.versions import describe_label
+from slipstream.rollout_worker.user_code.values import encodable
 
 # Statuses of a server that is too busy or too slow: the request is not at fault.
 _BUSY = frozenset({408, 425, 429})
@@ -79,7 +79,7 @@ class EpisodeFailed(Exception):
     """An episode cannot go on.
 
     Attributes:
-        reason: A code of `protocol.reasons`.
+        reason: A code of `slipstream.protocol.reasons`.
         retryable: Whether another attempt may succeed.
         kind: Kind of the notice, as in `FailureNotices.add`.
         key: Key of the notice; by default the reason.

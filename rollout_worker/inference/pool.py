@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from typing import Any
 
-from protocol import reasons
-from protocol.messages import Server, ServerState
-from protocol.versions import describe_label
-from rollout_worker.inference.failures import (
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.versions import describe_label
+from slipstream.rollout_worker.inference.failures import (
     BadSample,
     Breaker,
     Doubtful,
@@ -29,7 +29,7 @@ from rollout_worker.inference.failures import (
     ServerLeft,
     ServerUnfit,
 )
-from rollout_worker.inference.router import Affinity, Leave, Left, Router
+from slipstream.rollout_worker.inference.router import Affinity, Leave, Left, Router
 
 logger = logging.getLogger(__name__)
 

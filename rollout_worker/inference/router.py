@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.messages import Server, ServerState
+from slipstream.protocol.messages import Server, ServerState
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from protocol import reasons
-from protocol.client import retry_pause_s
-from protocol.config import RunConfig
-from protocol.messages import Server
-from protocol.versions import SERVED_MODEL_NAME, label_in
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.experts import known_until
-from rollout_worker.inference.failures import (
+from slipstream.protocol import reasons
+from slipstream.protocol.client import retry_pause_s
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import Server
+from slipstream.protocol.versions import SERVED_MODEL_NAME, label_in
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.experts import known_until
+from slipstream.rollout_worker.inference.failures import (
     BadSample,
     Doubtful,
     EpisodeFailed,
@@ -32,9 +32,9 @@ from rollout_worker.inference.failures import (
     ServerLeft,
     UnknownWeights,
 )
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import (
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.wire import (
     AS_THE_RUN,
     Asked,
     Features,
@@ -45,7 +45,7 @@ from rollout_worker.inference.wire import (
     sampled_of,
     sampling_params,
 )
-from rollout_worker.vision.messages import Placed
+from slipstream.rollout_worker.vision.messages import Placed
 
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30

@@ -11,9 +11,9 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from protocol import reasons
-from protocol.config import RunConfig
-from protocol.config.sections.sampling import (
+from slipstream.protocol import reasons
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.sections.sampling import (
     NEUTRAL,
     GenerationKwargs,
     StructuredOutputs,
@@ -21,10 +21,10 @@ from protocol.config.sections.sampling import (
     mask_logprobs,
     typed,
 )
-from protocol.versions import Label, parse
-from rollout_worker.inference.experts import RecordedExperts, recorded_experts
-from rollout_worker.inference.failures import BadSample, UnknownWeights
-from rollout_worker.vision.messages import Placed
+from slipstream.protocol.versions import Label, parse
+from slipstream.rollout_worker.inference.experts import RecordedExperts, recorded_experts
+from slipstream.rollout_worker.inference.failures import BadSample, UnknownWeights
+from slipstream.rollout_worker.vision.messages import Placed
 
 # Value that vLLM sends in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0

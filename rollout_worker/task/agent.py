@@ -9,14 +9,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from protocol.config import ConfigError, RunConfig
-from protocol.config.text import nearest
-from protocol.messages import MAX_METRIC
-from protocol.rollouts import is_counted
-from rollout_worker.data.columns import without_empty_prompt
-from rollout_worker.task.reward_base import MAX_COLUMNS, MAX_METRICS, NAME_CHARACTERS, RESULTS, TEXT_CHARACTERS
-from rollout_worker.user_code.errors import UserCodeError, gives_items, is_async, name_of
-from rollout_worker.user_code.values import encodable, type_name
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.text import nearest
+from slipstream.protocol.messages import MAX_METRIC
+from slipstream.protocol.rollouts import is_counted
+from slipstream.rollout_worker.data.columns import without_empty_prompt
+from slipstream.rollout_worker.task.reward_base import (
+    MAX_COLUMNS,
+    MAX_METRICS,
+    NAME_CHARACTERS,
+    RESULTS,
+    TEXT_CHARACTERS,
+)
+from slipstream.rollout_worker.user_code.errors import UserCodeError, gives_items, is_async, name_of
+from slipstream.rollout_worker.user_code.values import encodable, type_name
 
 logger = logging.getLogger(__name__)
 

@@ -23,17 +23,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeAlias
 
-from protocol import reasons
-from protocol.config import ConfigError
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.data.columns import EMPTY_PROMPT
-from rollout_worker.tools.base import Content
-from rollout_worker.tools.function import FunctionTool, converted
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
-from rollout_worker.user_code.values import as_number, bounded, plain, type_name
-from rollout_worker.vision.messages import has_images, seen_parts
-from rollout_worker.vision.processor import ImageProcessor, Seen
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.data.columns import EMPTY_PROMPT
+from slipstream.rollout_worker.tools.base import Content
+from slipstream.rollout_worker.tools.function import FunctionTool, converted
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
+from slipstream.rollout_worker.user_code.values import as_number, bounded, plain, type_name
+from slipstream.rollout_worker.vision.messages import has_images, seen_parts
+from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
 
 # Text or messages. None if the environment returned nothing.
 Observation: TypeAlias = str | list[Message] | None

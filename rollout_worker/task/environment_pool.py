@@ -18,9 +18,15 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from rollout_worker.task.environment_instance import GRACE_S, EnvironmentInterface, Holder, Instance, interface_of
-from rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
-from rollout_worker.user_code.errors import name_of
+from slipstream.rollout_worker.task.environment_instance import (
+    GRACE_S,
+    EnvironmentInterface,
+    Holder,
+    Instance,
+    interface_of,
+)
+from slipstream.rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
+from slipstream.rollout_worker.user_code.errors import name_of
 
 Factory: TypeAlias = Callable[..., Any]
 

@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from protocol.config import ConfigError, RunConfig, checks
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.task.environment_instance import EnvironmentInterface, Instance, no_reset, tools_of
-from rollout_worker.task.environment_pool import Notify, Pool
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import UserCode, UserCodeError
+from slipstream.protocol.config import ConfigError, RunConfig, checks
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.task.environment_instance import EnvironmentInterface, Instance, no_reset, tools_of
+from slipstream.rollout_worker.task.environment_pool import Notify, Pool
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import UserCode, UserCodeError
 
 if TYPE_CHECKING:
-    from rollout_worker.task.task import Task
+    from slipstream.rollout_worker.task.task import Task
 
 
 # The column that names a row's environment where there are several, as in TRL.

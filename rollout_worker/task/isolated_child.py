@@ -1,4 +1,4 @@
-"""Runs tools in a child process: `python -m rollout_worker.task.isolated_child path/to/file.py:task`.
+"""Runs tools in a child process: `python -m slipstream.rollout_worker.task.isolated_child path/to/file.py:task`.
 
 Invariant: the process ends when its parent is gone, together with everything that it started.
 
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from protocol.config import ConfigError, TaskSection
-from rollout_worker.user_code.errors import Invocation, defined_at, failure_in
+from slipstream.protocol.config import ConfigError, TaskSection
+from slipstream.rollout_worker.user_code.errors import Invocation, defined_at, failure_in
 
 _PR_SET_PDEATHSIG = 1
 
@@ -56,7 +56,7 @@ def main(task_path: str) -> None:
 def _reply(
     tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner, pid: int
 ) -> dict[str, str | None]:
-    from rollout_worker.tools.base import as_text
+    from slipstream.rollout_worker.tools.base import as_text
 
     function = tools.get(name)
     if function is None:
@@ -82,9 +82,9 @@ async def _awaited(result: Any) -> Any:
 
 def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
     """Load the task's tools, by the names that the policy uses. Raises `ConfigError`."""
-    from rollout_worker.task.task import load_task
-    from rollout_worker.tools.function import callables
-    from rollout_worker.tools.schema import leave_out_schemas
+    from slipstream.rollout_worker.task.task import load_task
+    from slipstream.rollout_worker.tools.function import callables
+    from slipstream.rollout_worker.tools.schema import leave_out_schemas
 
     leave_out_schemas()
     return callables(load_task(TaskSection(path=task_path)).tools)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol.messages import MAX_METRIC
-from protocol.rollouts import is_counted
-from rollout_worker.user_code import UserCodeError
-from rollout_worker.user_code.values import encodable
+from slipstream.protocol.messages import MAX_METRIC
+from slipstream.protocol.rollouts import is_counted
+from slipstream.rollout_worker.user_code import UserCodeError
+from slipstream.rollout_worker.user_code.values import encodable
 
 RESULTS = "agent_results"
 

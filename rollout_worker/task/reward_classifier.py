@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from protocol import reasons
-from protocol.config import ConfigError
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.task.reward_base import RewardBatch, RewardError, Values
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError, Values
 
 if TYPE_CHECKING:
     import aiohttp

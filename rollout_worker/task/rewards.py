@@ -15,13 +15,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from protocol import reasons
-from protocol.config import ConfigError, RunConfig
-from protocol.config.text import nearest
-from protocol.messages import MAX_METRIC
-from rollout_worker import user_code
-from rollout_worker.data.columns import ENVIRONMENTS
-from rollout_worker.task.reward_base import (
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.text import nearest
+from slipstream.protocol.messages import MAX_METRIC
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.data.columns import ENVIRONMENTS
+from slipstream.rollout_worker.task.reward_base import (
     OWN_REWARD,
     RESULTS,
     Notes,
@@ -32,8 +32,8 @@ from rollout_worker.task.reward_base import (
     TrainerState,
     Values,
 )
-from rollout_worker.task.reward_classifier import ClassifierReward, how_to_serve
-from rollout_worker.user_code.values import as_number, encodable, type_name
+from slipstream.rollout_worker.task.reward_classifier import ClassifierReward, how_to_serve
+from slipstream.rollout_worker.user_code.values import as_number, encodable, type_name
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -263,7 +263,7 @@ class RewardFunctions:
     ) -> Values | RewardError:
         """Compute one reward, with retries. Returns an error, because a TaskGroup would wrap it."""
         # Imported here, because it imports aiohttp, which a child process that runs a tool need not wait for.
-        from protocol.client import retry_pause_s
+        from slipstream.protocol.client import retry_pause_s
 
         left = self._timeout_s
         deadline = self._clock() + left

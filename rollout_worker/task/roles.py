@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.config import ConfigError
-from protocol.messages import MAX_ROLES
-from rollout_worker.task.reward_base import NAME_CHARACTERS
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import MAX_ROLES
+from slipstream.rollout_worker.task.reward_base import NAME_CHARACTERS
 
 # Names of roles are parts of metrics' names.
 _NAME = re.compile(r"[\w.-]+")

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout_worker.data.columns import lone_surrogate
-from rollout_worker.data.rows import Row
-from rollout_worker.task.task import Task
-from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
-from rollout_worker.user_code.values import copied, plain
-from rollout_worker.vision.messages import column_with_images, has_images, seen_prompt
-from rollout_worker.vision.processor import ImageProcessor, Seen
+from slipstream.rollout_worker.data.columns import lone_surrogate
+from slipstream.rollout_worker.data.rows import Row
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
+from slipstream.rollout_worker.user_code.values import copied, plain
+from slipstream.rollout_worker.vision.messages import column_with_images, has_images, seen_prompt
+from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
 
 TIMEOUT_S = 60.0
 

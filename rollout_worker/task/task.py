@@ -11,20 +11,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError, TaskSection
-from protocol.config.load import import_for
-from rollout_worker.data import columns
-from rollout_worker.data.dataset import DataSource, is_lazy, named_eval, open_eval_rows, open_rows
-from rollout_worker.data.rows import Row, RowPosition, Rows
-from rollout_worker.task import environments
-from rollout_worker.task.agent import Agent, AgentErrors
-from rollout_worker.task.reward_base import OWN_REWARD
-from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.task.roles import Roles, UntrainedModel, read_roles
-from rollout_worker.tools.base import Tool
-from rollout_worker.tools.function import is_tool
-from rollout_worker.tools.mcp import check_addresses
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError, TaskSection
+from slipstream.protocol.config.load import import_for
+from slipstream.rollout_worker.data import columns
+from slipstream.rollout_worker.data.dataset import DataSource, is_lazy, named_eval, open_eval_rows, open_rows
+from slipstream.rollout_worker.data.rows import Row, RowPosition, Rows
+from slipstream.rollout_worker.task import environments
+from slipstream.rollout_worker.task.agent import Agent, AgentErrors
+from slipstream.rollout_worker.task.reward_base import OWN_REWARD
+from slipstream.rollout_worker.task.rewards import RewardFunctions
+from slipstream.rollout_worker.task.roles import Roles, UntrainedModel, read_roles
+from slipstream.rollout_worker.tools.base import Tool
+from slipstream.rollout_worker.tools.function import is_tool
+from slipstream.rollout_worker.tools.mcp import check_addresses
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 
 __all__ = ["Row", "Task", "load_task"]
 

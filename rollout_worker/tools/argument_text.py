@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from rollout_worker.tools.base import ArgumentsError
-from rollout_worker.tools.schema import NAMES
+from slipstream.rollout_worker.tools.base import ArgumentsError
+from slipstream.rollout_worker.tools.schema import NAMES
 
 _FENCE = "```"
 

@@ -16,11 +16,11 @@ from typing import Any
 from jsonschema import Draft202012Validator, ValidationError, validators
 from referencing import Registry
 
-from rollout_worker.tools import argument_text
-from rollout_worker.tools.argument_text import Check, plain_check, short
-from rollout_worker.tools.base import ArgumentsError
-from rollout_worker.tools.schema import allows, checked_form, resolved, types_of
-from rollout_worker.user_code.values import encodable
+from slipstream.rollout_worker.tools import argument_text
+from slipstream.rollout_worker.tools.argument_text import Check, plain_check, short
+from slipstream.rollout_worker.tools.base import ArgumentsError
+from slipstream.rollout_worker.tools.schema import allows, checked_form, resolved, types_of
+from slipstream.rollout_worker.user_code.values import encodable
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from protocol import reasons
-from protocol.rollouts import UNKNOWN_TOOL
-from rollout_worker.user_code import UserCodeError
-from rollout_worker.user_code.values import MAX_CHARACTERS, bounded
-from rollout_worker.vision.messages import PARTS, seen_parts
-from rollout_worker.vision.processor import ImageProcessor
-from rollout_worker.vision.sources import is_picture
+from slipstream.protocol import reasons
+from slipstream.protocol.rollouts import UNKNOWN_TOOL
+from slipstream.rollout_worker.user_code import UserCodeError
+from slipstream.rollout_worker.user_code.values import MAX_CHARACTERS, bounded
+from slipstream.rollout_worker.vision.messages import PARTS, seen_parts
+from slipstream.rollout_worker.vision.processor import ImageProcessor
+from slipstream.rollout_worker.vision.sources import is_picture
 
 # Metrics use UNKNOWN for calls that name no tool, and OTHER for tools beyond the first MAX_COUNTED.
 UNKNOWN, OTHER = UNKNOWN_TOOL, "other"
@@ -69,7 +69,7 @@ class ToolResult:
     Attributes:
         name: The tool's name in the message.
         content: Text of the message, or its parts where it has images.
-        reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
+        reason: Why the call failed, a code of `slipstream.protocol.reasons`; None if it did not fail.
         counted_as: The tool's name in metrics; `UNKNOWN` for a call that names no tool.
         coerced: Whether its arguments were converted to fit the schema.
         error: The error of the tool's own code; None if it raised none.
@@ -130,7 +130,7 @@ def count_call(
     Args:
         metrics: Counts by metric name, changed in place.
         tool: The tool's name in metrics.
-        reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
+        reason: Why the call failed, a code of `slipstream.protocol.reasons`; None if it did not fail.
         coerced: Whether its arguments were converted to fit the schema.
         seconds: How long it took; None if that is not known.
     """

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_worker.tools.argument_text import short
-from rollout_worker.tools.base import ArgumentsError, Content, Tool, as_text
-from rollout_worker.tools.schema import described
-from rollout_worker.user_code import UserCode, UserCodeError, defined_at
+from slipstream.rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.tools.base import ArgumentsError, Content, Tool, as_text
+from slipstream.rollout_worker.tools.schema import described
+from slipstream.rollout_worker.user_code import UserCode, UserCodeError, defined_at
 
 
 class IsolatedCode(Protocol):

@@ -21,14 +21,14 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from protocol import reasons
-from protocol.addresses import McpServerAddress, mcp_server
-from protocol.config import ConfigError
-from protocol.config.text import nearest
-from rollout_worker.tools.base import NAME, Content
-from rollout_worker.tools.mcp_connection import McpFailed, McpServer, shown, taken_note_of
-from rollout_worker.user_code import UserCodeError
-from rollout_worker.user_code.values import bounded, encodable
+from slipstream.protocol import reasons
+from slipstream.protocol.addresses import McpServerAddress, mcp_server
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.text import nearest
+from slipstream.rollout_worker.tools.base import NAME, Content
+from slipstream.rollout_worker.tools.mcp_connection import McpFailed, McpServer, shown, taken_note_of
+from slipstream.rollout_worker.user_code import UserCodeError
+from slipstream.rollout_worker.user_code.values import bounded, encodable
 
 if TYPE_CHECKING:
     from mcp import Client

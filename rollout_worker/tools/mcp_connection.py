@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit, urlunsplit
 
-from protocol import access
-from protocol.addresses import mcp_command
-from protocol.config import ConfigError
-from rollout_worker.tools.mcp_stderr import StderrTail
-from rollout_worker.tools.mcp_stream import Mended
-from rollout_worker.user_code.process_guard import guarded_command
-from rollout_worker.user_code.values import without_middle
+from slipstream.protocol import access
+from slipstream.protocol.addresses import mcp_command
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.tools.mcp_stderr import StderrTail
+from slipstream.rollout_worker.tools.mcp_stream import Mended
+from slipstream.rollout_worker.user_code.process_guard import guarded_command
+from slipstream.rollout_worker.user_code.values import without_middle
 
 if TYPE_CHECKING:
     from mcp import Client

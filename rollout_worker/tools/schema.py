@@ -18,7 +18,7 @@ from pydantic import PydanticUserError, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from typing_extensions import TypedDict
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 
 _BASIC = (int, float, str, bool, list, dict, tuple, type(None), Any)
 

@@ -18,13 +18,13 @@ from typing import Any, TextIO, cast
 
 from jsonschema import SchemaError
 
-from protocol import reasons
-from protocol.addresses import McpServerAddress
-from protocol.config import ConfigError, RunConfig
-from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
-from rollout_worker.tools.argument_text import short
-from rollout_worker.tools.arguments import Arguments, Parameters, small
-from rollout_worker.tools.base import (
+from slipstream.protocol import reasons
+from slipstream.protocol.addresses import McpServerAddress
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ToolCall
+from slipstream.rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.tools.arguments import Arguments, Parameters, small
+from slipstream.rollout_worker.tools.base import (
     NAME,
     NAME_CHARACTERS,
     UNKNOWN,
@@ -34,11 +34,11 @@ from rollout_worker.tools.base import (
     as_content,
     counted_as,
 )
-from rollout_worker.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
-from rollout_worker.tools.mcp import McpTool, mcp_tools
-from rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
-from rollout_worker.user_code.values import encodable
-from rollout_worker.vision.processor import ImageProcessor, processor_of
+from slipstream.rollout_worker.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
+from slipstream.rollout_worker.tools.mcp import McpTool, mcp_tools
+from slipstream.rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
+from slipstream.rollout_worker.user_code.values import encodable
+from slipstream.rollout_worker.vision.processor import ImageProcessor, processor_of
 
 DEFAULT_TIMEOUT_S = 60.0
 

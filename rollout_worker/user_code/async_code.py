@@ -25,9 +25,9 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
-from protocol import reasons
-from rollout_worker.user_code.call import Call
-from rollout_worker.user_code.errors import (
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.user_code.call import Call
+from slipstream.rollout_worker.user_code.errors import (
     Invocation,
     NotCalled,
     defined_at,
@@ -35,8 +35,8 @@ from rollout_worker.user_code.errors import (
     name_of,
     place_in,
 )
-from rollout_worker.user_code.threads import ThreadExecutor, Threads, no_thread
-from rollout_worker.user_code.values import encodable
+from slipstream.rollout_worker.user_code.threads import ThreadExecutor, Threads, no_thread
+from slipstream.rollout_worker.user_code.values import encodable
 
 MAX_LOOPS = 4
 

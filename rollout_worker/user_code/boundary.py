@@ -21,13 +21,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from protocol.config import TaskSection
-from rollout_worker.user_code.async_code import Culprit, Loops
-from rollout_worker.user_code.call import Call, CallPool
-from rollout_worker.user_code.errors import is_async
-from rollout_worker.user_code.isolation import Processes
-from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
-from rollout_worker.user_code.values import copied
+from slipstream.protocol.config import TaskSection
+from slipstream.rollout_worker.user_code.async_code import Culprit, Loops
+from slipstream.rollout_worker.user_code.call import Call, CallPool
+from slipstream.rollout_worker.user_code.errors import is_async
+from slipstream.rollout_worker.user_code.isolation import Processes
+from slipstream.rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
+from slipstream.rollout_worker.user_code.values import copied
 
 # These signals end a process that does not handle them.
 _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)

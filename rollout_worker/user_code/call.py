@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol import reasons
-from rollout_worker.user_code.errors import Invocation, UserCodeError, defined_at, failure_in
-from rollout_worker.user_code.values import ATOMS
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.user_code.errors import Invocation, UserCodeError, defined_at, failure_in
+from slipstream.rollout_worker.user_code.values import ATOMS
 
 # Maximum number of items that are collected from an async generator.
 MAX_ITEMS = 100_000

@@ -18,7 +18,7 @@ from functools import partial
 from types import CodeType, TracebackType
 from typing import Any, Self
 
-from rollout_worker.user_code.values import encodable, type_name
+from slipstream.rollout_worker.user_code.values import encodable, type_name
 
 # Maximum length of one error's text, because an exception may hold a whole page.
 MAX_CHARACTERS = 2000

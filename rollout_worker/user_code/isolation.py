@@ -21,16 +21,14 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from protocol import access, reasons
-from protocol.config import TaskSection
-from rollout_worker.user_code.errors import UserCodeError
-from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
-from rollout_worker.user_code.threads import Threads
-
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+from slipstream.protocol import access, reasons
+from slipstream.protocol.config import TaskSection
+from slipstream.protocol.import_path import python_path
+from slipstream.rollout_worker.user_code.errors import UserCodeError
+from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, signal_group
+from slipstream.rollout_worker.user_code.threads import Threads
 
 # JSON escapes can make a reply up to twelve times as long as its text.
 _MAX_REPLY_BYTES = 16 * 1024 * 1024
@@ -72,12 +70,12 @@ class ChildProcess:
         Raises:
             UserCodeError: The child was killed, ended, or cannot load the task.
         """
-        path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+        path = python_path()
         with self._lock:
             if self._killed:
                 raise UserCodeError("its process was killed", DIED, None)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_worker.task.isolated_child", self._task_path],
+                [sys.executable, "-m", "slipstream.rollout_worker.task.isolated_child", self._task_path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**access.environment_without_token(os.environ), "PYTHONPATH": path},

@@ -25,9 +25,16 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from protocol import reasons
-from rollout_worker.user_code.call import Call
-from rollout_worker.user_code.errors import Invocation, NotCalled, UserCodeError, defined_at, name_of, place_in
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.user_code.call import Call
+from slipstream.rollout_worker.user_code.errors import (
+    Invocation,
+    NotCalled,
+    UserCodeError,
+    defined_at,
+    name_of,
+    place_in,
+)
 
 HUNG_PER_THREAD = 4
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.vision.processor import ImageProcessor, Seen
-from rollout_worker.vision.sources import ImageError
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
+from slipstream.rollout_worker.vision.sources import ImageError
 
 # Types of content parts that hold an image: transformers' and OpenAI's.
 PARTS = ("image", "image_url", "input_image")

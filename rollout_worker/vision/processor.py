@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.config import ConfigError, RunConfig
-from protocol.images import Image, digest, pack
-from rollout_worker.vision.sources import ImageError, open_image
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.images import Image, digest, pack
+from slipstream.rollout_worker.vision.sources import ImageError, open_image
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -23,7 +23,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 
-from protocol.config import ImagesSection
+from slipstream.protocol.config import ImagesSection
 
 # Bytes of an encoded image, and seconds that a server may take for each part of it.
 MAX_FILE_BYTES = 64 * 1024**2

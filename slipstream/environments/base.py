@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from protocol.config import ConfigError
-from protocol.rollouts import is_counted
-from rollout_worker.task.reward_base import MAX_METRICS
-from rollout_worker.user_code.values import as_number
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.rollouts import is_counted
+from slipstream.rollout_worker.task.reward_base import MAX_METRICS
+from slipstream.rollout_worker.user_code.values import as_number
 
 # Numbers that an observation may have to be written as text; more are an image or a tensor.
 MAX_NUMBERS = 256

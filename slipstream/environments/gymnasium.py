@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from protocol.config import ConfigError
 from slipstream.environments.base import Observe, Step, TurnEnvironment, library, written
+from slipstream.protocol.config import ConfigError
 
 # Reads the action from a turn's text. Raises `ValueError`, whose text the policy gets, where there is none.
 Act = Callable[[str], Any]

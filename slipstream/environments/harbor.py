@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.task import Task
 from slipstream.environments.base import metrics_of
 from slipstream.processes import Limits, own_variables, run_program
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.task import Task
 
 # Column with the folder of a row's task.
 FOLDER = "harbor_folder"

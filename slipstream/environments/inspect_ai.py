@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.task import Task
 from slipstream.environments.base import metrics_of
 from slipstream.processes import HelperPool, Limits, own_variables, start_program
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.task import Task
 
 # Column with the id of a row's sample.
 SAMPLE = "inspect_sample"

@@ -13,10 +13,10 @@ from typing import Any
 
 import aiohttp
 
-from protocol.config import ConfigError
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.task import Task
 from slipstream.environments.base import metrics_of
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.task import Task
 
 # Column with the line of NeMo Gym's data set.
 LINE = "nemo_gym_line"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from protocol.config import ConfigError
 from slipstream.environments.base import Observe, Score, last_text, library, written
+from slipstream.protocol.config import ConfigError
 
 _USER = "openenv_environment"
 _PACKAGE = "openenv-core"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from protocol.config import ConfigError
 from slipstream.environments.base import Step, TurnEnvironment, library
+from slipstream.protocol.config import ConfigError
 
 _USER = "textarena_environment"
 # The games draw from Python's process-wide generator while they are reset, one after the other.

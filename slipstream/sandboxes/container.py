@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import uuid
 
-from protocol.config import ConfigError
 from slipstream.processes import Limits, Ran, run_program
+from slipstream.protocol.config import ConfigError
 from slipstream.sandboxes.base import Sandbox
 
 _ENGINES = ("podman", "docker")

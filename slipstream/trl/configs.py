@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, ClassVar
 
-from protocol.config import ConfigError, RunConfig
-from protocol.config.text import nearest, settings
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.text import nearest, settings
 from slipstream.script import without_frames
 from slipstream.trl.fields import FIELDS, FORMER, MISTAKEN, settings_of
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 _NOT_ASKED_FOR = -1
 

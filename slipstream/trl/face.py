@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from protocol import checkpoints
-from protocol.config import ConfigError
-from rollout_worker.task.task import Task
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.task import Task
 from slipstream.script import loading_a_task, without_frames
 from slipstream.trl.configs import _Config
 from slipstream.trl.models import check_object, load_policy, load_processing_class

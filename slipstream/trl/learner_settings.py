@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from protocol.config import ConfigError, LoraSection, ModelSection
-from protocol.config.checks import READERS
+from slipstream.protocol.config import ConfigError, LoraSection, ModelSection
+from slipstream.protocol.config.checks import READERS
 from slipstream.trl.configs import AsyncGRPOConfig, RLOOConfig, _Config
 from slipstream.trl.fields import FIELDS, TABLES
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol import checkpoints
-from protocol.config import ConfigError
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError
 
 # Suffix of the folder, beside the run directory, of a model that a script gives as an object.
 SAVED = ".model"

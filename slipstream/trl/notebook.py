@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy.run.process_keeper import RunFailed
-from protocol.config import ConfigError
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.protocol.config import ConfigError
 from slipstream.trl.state import TrainerState, read_state
 
 # Number of the start with which the cells end, in the environment of their process.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 from slipstream.trl.models import check_object
 
 

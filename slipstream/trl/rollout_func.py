@@ -16,9 +16,9 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_worker.task.agent import AgentResult, Endpoint
-from rollout_worker.task.reward_base import RESULTS
-from rollout_worker.user_code.errors import is_async
+from slipstream.rollout_worker.task.agent import AgentResult, Endpoint
+from slipstream.rollout_worker.task.reward_base import RESULTS
+from slipstream.rollout_worker.user_code.errors import is_async
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocol import checkpoints
+from slipstream.protocol import checkpoints
 
 
 @dataclass

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from protocol import checkpoints
-from protocol.config import ConfigError
-from protocol.config.load import end_import_at
-from protocol.config.text import nearest
-from rollout_worker.task.task import Task
-from rollout_worker.user_code.errors import needs_main_thread
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.load import end_import_at
+from slipstream.protocol.config.text import nearest
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code.errors import needs_main_thread
 from slipstream.script import in_arguments, loading_a_task, of_a_trainer, place_of, run, without_frames
 from slipstream.trl import notebook
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
@@ -314,7 +314,7 @@ class _Trainer(Face):
         given = made.sections.get("chat", {}).get("chat_template_kwargs")
         if not given or made.sections["chat"].get("template"):
             return
-        from rollout_worker.chat.template import read_by
+        from slipstream.rollout_worker.chat.template import read_by
 
         source = self.processing_class.get_chat_template()
         if unread := sorted(set(given) - read_by(source)):
@@ -483,7 +483,7 @@ def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
 
 def _context_of(model: str) -> int | None:
     """Return a model's context in tokens; None if it cannot be read, which the check before the start reports."""
-    from deploy.checks.model_check import context_of
+    from slipstream.deploy.checks.model_check import context_of
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its client warns at every try to reach the hub
     path = Path(model).expanduser()

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from protocol.config import (
+from slipstream.protocol.config import (
     ConfigError,
     LearnerSection,
     ModelSection,

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.stage import Stage
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.ports import free_port
 
 TASK = '''
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 print("a task file may print")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.config import load
+from slipstream.protocol.config import load
 from tests.kit.copies import PipedCopy
 from tests.kit.original import Request
 
@@ -106,7 +106,7 @@ class Stage:
         request = Request(
             "tests.deploy.staged_up", tuple(command), {**os.environ, **stage, **env}, os.getcwd(), tuple(ignore)
         )
-        self.process = PipedCopy(["deploy.cli"], request, stdout)
+        self.process = PipedCopy(["slipstream.deploy.cli"], request, stdout)
         return self.process
 
     def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 
-from deploy import cli
-from deploy.run import process_keeper, processes
-from deploy.run.process_keeper import RestartPolicy
+from slipstream.deploy import cli
+from slipstream.deploy.run import process_keeper, processes
+from slipstream.deploy.run.process_keeper import RestartPolicy
 
 
 def broken(self: RestartPolicy, name: str) -> None:

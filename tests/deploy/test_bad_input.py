@@ -13,10 +13,10 @@ from time import perf_counter
 
 import pytest
 
-from deploy import cli
-from deploy.checks import preflight
-from deploy.run import run_directory as run_dir
-from protocol.config import ConfigError, load
+from slipstream.deploy import cli
+from slipstream.deploy.checks import preflight
+from slipstream.deploy.run import run_directory as run_dir
+from slipstream.protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK, run_directory
 from tests.kit.copies import PipedCopy
 from tests.kit.original import Request
@@ -25,11 +25,18 @@ from tests.kit.ports import free_port
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 # What the commands import.
-MODULES = ("deploy.cli", "deploy.checks.preflight", "deploy.checks.task_check", "transformers.models.auto.auto_factory")
+MODULES = (
+    "slipstream.deploy.cli",
+    "slipstream.deploy.checks.preflight",
+    "slipstream.deploy.checks.task_check",
+    "transformers.models.auto.auto_factory",
+)
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    process = PipedCopy(MODULES, Request("deploy.cli", tuple(map(str, arguments)), dict(os.environ), str(ROOT)))
+    process = PipedCopy(
+        MODULES, Request("slipstream.deploy.cli", tuple(map(str, arguments)), dict(os.environ), str(ROOT))
+    )
     out, err = process.communicate(LIMIT_S)
     return subprocess.CompletedProcess(arguments, process.wait(), out, err)
 

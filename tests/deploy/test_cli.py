@@ -18,16 +18,16 @@ import msgspec
 import pytest
 import typer
 
-from deploy import cli
-from deploy.commands import cluster
-from protocol import access
-from protocol.client import QueueClient
-from protocol.config import RunConfig, load
-from protocol.config.sections.base import toml_value
-from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
-from protocol.config.text import find_field, settings
-from protocol.messages import Server
-from protocol.status import ServerStatus, Status
+from slipstream.deploy import cli
+from slipstream.deploy.commands import cluster
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
+from slipstream.protocol.config.text import find_field, settings
+from slipstream.protocol.messages import Server
+from slipstream.protocol.status import ServerStatus, Status
 from tests.deploy.typed import output
 from tests.kit import config
 from tests.kit.ports import free_port
@@ -37,7 +37,7 @@ from tests.kit.queue import serving
 def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Path) -> None:
     """And ends cleanly, waiting or not."""
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "deploy.cli", "worker", str(run_file), "--queue", url]
+    command = [sys.executable, "-m", "slipstream.deploy.cli", "worker", str(run_file), "--queue", url]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as worker:
         assert worker.stderr is not None
         try:
@@ -70,7 +70,9 @@ def test_the_version_is_that_of_the_installation(slipstream: Callable[..., tuple
 
 def test_a_shell_completes_the_commands() -> None:
     env = {**os.environ, "_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ro", "COMP_CWORD": "1"}
-    done = subprocess.run([sys.executable, "-m", "deploy"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.deploy"], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["rollouts"]
 
 
@@ -204,7 +206,7 @@ class Interrupting:
         if name == MODULE:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
-from deploy.__main__ import main
+from slipstream.deploy.__main__ import main
 main()
 """
 
@@ -215,10 +217,10 @@ main()
         ("typer", "config"),
         ("pydantic", "config"),
         ("aiohttp", "config"),
-        ("rollout_queue.service", "queue"),
-        ("rollout_worker.worker", "worker"),
+        ("slipstream.rollout_queue.service", "queue"),
+        ("slipstream.rollout_worker.worker", "worker"),
         ("transformers", "worker"),
-        ("learner.run", "learner"),
+        ("slipstream.learner.run", "learner"),
         ("torch", "learner"),
     ],
 )
@@ -282,6 +284,6 @@ def test_i8_the_learner_s_callbacks_see_no_token_and_the_learner_still_has_it(
 
     monkeypatch.setenv(access.TOKEN_VARIABLE, "a-secret-of-the-run")
     monkeypatch.setattr(access, "_hidden", None)
-    monkeypatch.setattr("learner.run.run", run)
+    monkeypatch.setattr("slipstream.learner.run.run", run)
     assert slipstream("learner", run_file)[0] == 0
     assert seen == [(None, access.derive_token("a-secret-of-the-run", "learner"))]

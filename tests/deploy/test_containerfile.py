@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.clusters import kubernetes
+from slipstream.deploy.clusters import kubernetes
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "Containerfile"
@@ -54,7 +54,7 @@ def test_every_package_of_the_project_is_copied(copied: Path) -> None:
 
 def test_what_is_copied_runs_and_can_be_installed(copied: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(copied)}
-    where = "import deploy.cli as cli; print(cli.__file__); cli.app(['init', 'begun'])"
+    where = "import slipstream.deploy.cli as cli; print(cli.__file__); cli.app(['init', 'begun'])"
     done = subprocess.run(
         [sys.executable, "-P", "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli
-from deploy.checks import preflight
-from deploy.run import run_directory
-from protocol.config import ConfigError, RunConfig, load, to_toml
+from slipstream.deploy import cli
+from slipstream.deploy.checks import preflight
+from slipstream.deploy.run import run_directory
+from slipstream.protocol.config import ConfigError, RunConfig, load, to_toml
 from tests.deploy.conftest import TASK
 from tests.kit import config
 
@@ -95,7 +95,7 @@ def test_slipstream_learner_counts_the_rows_of_the_task(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
     started: list[RunConfig] = []
-    monkeypatch.setattr("learner.run.run", lambda config, *_: started.append(config))
+    monkeypatch.setattr("slipstream.learner.run.run", lambda config, *_: started.append(config))
     rows = '[{"prompt": [{"role": "user", "content": "a"}]}] * 40'
     (run_file.parent / "task.py").write_text(TASK.replace("dataset=rows", f"dataset={rows}"), encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["slipstream", "learner", str(run_file), *settings])

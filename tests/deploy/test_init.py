@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli
-from deploy.commands import setup
-from protocol.config import ConfigError, load
-from rollout_worker import user_code
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.parsers.base import ToolCall
-from rollout_worker.data import columns
-from rollout_worker.task.reward_base import RewardBatch
-from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.task.task import Task, load_task
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.deploy import cli
+from slipstream.deploy.commands import setup
+from slipstream.protocol.config import ConfigError, load
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.parsers.base import ToolCall
+from slipstream.rollout_worker.data import columns
+from slipstream.rollout_worker.task.reward_base import RewardBatch
+from slipstream.rollout_worker.task.rewards import RewardFunctions
+from slipstream.rollout_worker.task.task import Task, load_task
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import access
-from protocol.client import QueueClient
-from protocol.config import load
-from protocol.status import Status
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import load
+from slipstream.protocol.status import Status
 from tests.deploy.conftest import run_directory, save_checkpoint, save_ledger
 from tests.deploy.stage import until
 
@@ -40,7 +40,7 @@ runpy.run_module("tests.kit.fake_vllm", run_name="__main__")
 LEARNER = """
 import asyncio, os, time
 from urllib.request import urlopen
-from protocol.client import QueueClient
+from slipstream.protocol.client import QueueClient
 
 def run(config, queue_url, resume, take_over):
     async def everyone():
@@ -133,7 +133,7 @@ def assert_no_token_is_shown(launcher: subprocess.Popen[str], secret: str, deriv
     for process in [run, *run.children(recursive=True)]:
         line = process.cmdline()
         assert not [word for word in line for token in (secret, *derived.values()) if token in word], line
-        if len(line) > 4 and line[3] == "deploy.cli":
+        if len(line) > 4 and line[3] == "slipstream.deploy.cli":
             environments[line[4]] = process.environ()["SLIPSTREAM_TOKEN"]
     assert environments["queue"] == secret
     assert environments["worker"] == derived["worker"]

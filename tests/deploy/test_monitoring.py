@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.status import Evaluation, LearnerStatus
-from rollout_queue.observe import prometheus
-from rollout_queue.observe.prometheus import Histograms
+from slipstream.protocol.status import Evaluation, LearnerStatus
+from slipstream.rollout_queue.observe import prometheus
+from slipstream.rollout_queue.observe.prometheus import Histograms
 from tests.kit.status import status
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"

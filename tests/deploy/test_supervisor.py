@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol import access
-from protocol.config import load
-from rollout_queue.store.sqlite import SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.protocol import access
+from slipstream.protocol.config import load
+from slipstream.rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.conftest import run_directory, save_checkpoint, save_ledger
 from tests.deploy.stage import STAYS, WAITS_FOR_CHILDREN, Stage, until
 
@@ -153,7 +153,7 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
     run_file.write_text(text, encoding="utf-8")
     save_checkpoint(run_file)
     save_ledger(run_file)
-    check = f'cd / && exec {sys.executable} -P -m deploy.cli "$@"'
+    check = f'cd / && exec {sys.executable} -P -m slipstream.deploy.cli "$@"'
     stage.play(preflight=check, learner=WAITS_FOR_CHILDREN.format(3))
     result = stage.run("--resume", "--learner.steps", "7", SLIPSTREAM_TOKEN="")
     assert result.returncode == 0, result.stderr

@@ -18,9 +18,9 @@ from tests.kit.postgres import killable_cluster
 UNFINISHED = ANSWERING.replace("Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 19\\r\\n\\r\\n{\\"finished\\": false}')
 # The real queue, which waits for its database a second at a time.
 REAL_QUEUE = """
-from rollout_queue.store import postgres
+from slipstream.rollout_queue.store import postgres
 postgres.MAX_LOST_S = 1.0
-from deploy import cli
+from slipstream.deploy import cli
 cli.main()
 """
 NAMES = {"queue": "queue", "vllm": "vllm-0", "worker": "worker-0", "learner": "learner"}

@@ -11,7 +11,7 @@ from tests.kit.original import Request
 
 SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.worker_cpus", "1")
 # What the commands import.
-MODULES = ("deploy.cli", "deploy.checks.preflight", "deploy.commands.cluster")
+MODULES = ("slipstream.deploy.cli", "slipstream.deploy.checks.preflight", "slipstream.deploy.commands.cluster")
 
 
 class Typed(PipedCopy):
@@ -21,7 +21,9 @@ class Typed(PipedCopy):
     """
 
     def __init__(self, *words: str) -> None:
-        super().__init__(MODULES, Request("deploy.cli", words, dict(os.environ), os.getcwd()), is_merged=True)
+        super().__init__(
+            MODULES, Request("slipstream.deploy.cli", words, dict(os.environ), os.getcwd()), is_merged=True
+        )
 
     def __enter__(self) -> Self:
         return self

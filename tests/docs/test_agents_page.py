@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from protocol.config import TaskSection
-from protocol.messages import Group
-from rollout_worker.agent.api import request
-from rollout_worker.task.task import Task, load_task
-from rollout_worker.user_code import async_code
-from rollout_worker.user_code.async_code import EventLoop
 from slipstream import Endpoint
+from slipstream.protocol.config import TaskSection
+from slipstream.protocol.messages import Group
+from slipstream.rollout_worker.agent.api import request
+from slipstream.rollout_worker.task.task import Task, load_task
+from slipstream.rollout_worker.user_code import async_code
+from slipstream.rollout_worker.user_code.async_code import EventLoop
 from tests.kit import WORKER, config
 from tests.kit.agent import agent_task
 from tests.kit.fake_openai import FakeOpenAI

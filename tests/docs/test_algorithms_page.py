@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from docs.generate.algorithms import page
-from protocol.config import LearnerSection
-from protocol.config.checks import check_algorithm
-from protocol.config.sections.algorithm import AlgorithmSection
-from protocol.config.sections.presets import ABOUT, PRESETS
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.checks import check_algorithm
+from slipstream.protocol.config.sections.algorithm import AlgorithmSection
+from slipstream.protocol.config.sections.presets import ABOUT, PRESETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 ENTRIES = {entry.split("\n", 1)[0]: entry.split("\n## ")[0] for entry in PAGE.split("\n### ")[1:]}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli import app
-from protocol.config import load
+from slipstream.deploy.cli import app
+from slipstream.protocol.config import load
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("clusters.md", "machines.md")
@@ -64,7 +64,7 @@ def test_every_piece_of_a_run_file_is_valid(page: str, tmp_path: Path) -> None:
 
 
 def test_every_engine_has_its_section() -> None:
-    from deploy.commands.cluster import ENGINES
+    from slipstream.deploy.commands.cluster import ENGINES
 
     text = (DOCS / "clusters.md").read_text(encoding="utf-8")
     for engine in ENGINES:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from docs.generate.from_trl import page
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 from slipstream.trl.configs import DEFAULTS
 from slipstream.trl.fields import FIELDS
 

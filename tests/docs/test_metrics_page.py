@@ -9,16 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.drift import drift_metrics as learner_figures
-from learner.algorithm.drift import drift_sums
-from learner.algorithm.objectives import OBJECTIVES
-from learner.feed.judged_groups import _by_staleness
-from learner.feed.rollout_metrics import RolloutMetrics
-from protocol.config import LearnerSection
-from protocol.rollouts import WHY_FAILED
-from protocol.status import Evaluation, evaluation_metrics
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.corrections import CORRECTIONS
+from slipstream.learner.algorithm.drift import drift_metrics as learner_figures
+from slipstream.learner.algorithm.drift import drift_sums
+from slipstream.learner.algorithm.objectives import OBJECTIVES
+from slipstream.learner.feed.judged_groups import _by_staleness
+from slipstream.learner.feed.rollout_metrics import RolloutMetrics
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.rollouts import WHY_FAILED
+from slipstream.protocol.status import Evaluation, evaluation_metrics
 from tests.kit import group
 from tests.kit.learner import tokens
 from tests.learner.report.test_summary import step_record

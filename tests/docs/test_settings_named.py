@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.settings import page
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 FIELDS = {

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from deploy.commands import setup
-from protocol.config import TaskSection
-from rollout_worker.task.task import load_task
+from slipstream.deploy.commands import setup
+from slipstream.protocol.config import TaskSection
+from slipstream.rollout_worker.task.task import load_task
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll
@@ -32,7 +32,7 @@ def test_the_page_shows_what_init_writes(tmp_path: Path) -> None:
 def test_the_commands_of_the_page_are_understood() -> None:
     from typer.testing import CliRunner
 
-    from deploy.cli import app
+    from slipstream.deploy.cli import app
 
     commands = {line.split()[1] for line in PAGE.splitlines() if line.startswith("slipstream ")}
     assert commands == {"init", "up", "status", "rollouts"}

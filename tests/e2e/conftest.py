@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run.run_directory import write_resolved
-from deploy.servers import vllm_server
-from protocol.client import QueueClient, QueueError
-from protocol.config import RunConfig, load
-from protocol.status import Status
+from slipstream.deploy.run.run_directory import write_resolved
+from slipstream.deploy.servers import vllm_server
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.status import Status
 from tests.kit.copies import ENVIRONMENT, Copy
 from tests.kit.original import Request
 from tests.kit.ports import free_port
@@ -32,10 +32,10 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "transformers.models.qwen3.modeling_qwen3",
-    "deploy.cli",
-    "learner.run",
-    "rollout_queue.service",
-    "rollout_worker.worker",
+    "slipstream.deploy.cli",
+    "slipstream.learner.run",
+    "slipstream.rollout_queue.service",
+    "slipstream.rollout_worker.worker",
 )
 # Builds the engine in the script's own process.
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

@@ -12,23 +12,23 @@ import aiohttp
 import pytest
 import torch
 
-from deploy.servers import vllm_server
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
-from protocol.versions import version_of
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
+from slipstream.deploy.servers import vllm_server
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
+from slipstream.protocol.versions import version_of
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
+from slipstream.weight_sync.fleet.adapter_publication import have_loaded
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.proof import ProofFailed
+from slipstream.weight_sync.transports.base import build_transport
+from slipstream.weight_sync.vllm.adapter_store import PREFIX
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 from tests.e2e.conftest import EXAMPLE, MODULES, SmallRun, _small_run, wait_until_healthy
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from weight_sync.fleet.adapter_publication import have_loaded
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server.control import ServerControl
-from weight_sync.server.proof import ProofFailed
-from weight_sync.transports.base import build_transport
-from weight_sync.vllm.adapter_store import PREFIX
-from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -23,9 +23,9 @@ import sys
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
-from learner.model.export import Published
-from weight_sync.vllm.engine import shadow, shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals
+from slipstream.learner.model.export import Published
+from slipstream.weight_sync.vllm.engine import shadow, shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
 
 folder = sys.argv[1]
 torch.manual_seed(0)
@@ -91,11 +91,11 @@ import sys
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
-from learner.model.export import Published
-from weight_sync.transports.receiver import DeviceBuffers, Share, in_turn
-from weight_sync.vllm.engine import shadow, shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals
-from weight_sync.weights.manifest import Manifest
+from slipstream.learner.model.export import Published
+from slipstream.weight_sync.transports.receiver import DeviceBuffers, Share, in_turn
+from slipstream.weight_sync.vllm.engine import shadow, shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
+from slipstream.weight_sync.weights.manifest import Manifest
 
 folder, kind, how = sys.argv[1:]
 torch.manual_seed(0)
@@ -167,14 +167,14 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM
-from weight_sync.weights.snapshot import Probe, probe_token_ids
-from weight_sync.server.proof import ProofFailed, ServerProof
-from weight_sync.server.control import ControlError
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.weight_sync.weights.snapshot import Probe, probe_token_ids
+from slipstream.weight_sync.server.proof import ProofFailed, ServerProof
+from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils
-from weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals
-from weight_sync.vllm.worker import ProofMixin
+from slipstream.weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
+from slipstream.weight_sync.vllm.worker import ProofMixin
 
 shadow_modules.install_torch_packing()
 utils.check_cpu_sgl_kernel = lambda *_: False  # a CPU with AMX would take another kernel for so small a model
@@ -359,13 +359,13 @@ OTHER_LAYERS = """
 import sys
 import torch
 import transformers
-from weight_sync.vllm import cpu_server
+from slipstream.weight_sync.vllm import cpu_server
 cpu_server.make_importable()
 from vllm import LLM, SamplingParams
-from deploy.servers import cpu_build
-from learner.model.export import Published
-from weight_sync.vllm.engine import shadow, shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals
+from slipstream.deploy.servers import cpu_build
+from slipstream.learner.model.export import Published
+from slipstream.weight_sync.vllm.engine import shadow, shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
 
 folder, kind = sys.argv[1:]
 torch.manual_seed(0)

@@ -11,20 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy.servers import vllm_server
-from protocol.config import RunConfig, load
+from slipstream.deploy.servers import vllm_server
+from slipstream.protocol.config import RunConfig, load
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.transports.base import StagedTransport, build_transport
+from slipstream.weight_sync.transports.http import chunks
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.transports.http.pull import Pull
+from slipstream.weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
 from tests.e2e.conftest import EXAMPLE, MODULES, wait_until_healthy
 from tests.e2e.test_weight_sync import TOLERANCE, perturb, snapshot
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import StagedTransport, build_transport
-from weight_sync.transports.http import chunks
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
 
 pytestmark = pytest.mark.e2e
 

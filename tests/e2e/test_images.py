@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run.run_directory import write_resolved
-from protocol.config import load
+from slipstream.deploy.run.run_directory import write_resolved
+from slipstream.protocol.config import load
+from slipstream.weight_sync.vllm import cpu_server
 from tests.e2e.conftest import SmallRun
 from tests.kit.ports import free_port
 from tests.kit.seeing import build_seeing
 from tests.kit.supervised import processes
-from weight_sync.vllm import cpu_server
 
 pytestmark = [
     pytest.mark.e2e,

@@ -18,18 +18,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from deploy.servers import vllm_server
-from learner.model.export import Published
-from protocol.config import load
+from slipstream.deploy.servers import vllm_server
+from slipstream.learner.model.export import Published
+from slipstream.protocol.config import load
+from slipstream.weight_sync.fleet.server_publication import Outcome, ServerSync
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.proof import ProofFailed
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.e2e.conftest import EXAMPLE, wait_until_healthy
 from tests.e2e.test_weight_sync import PROBE_IDS, perturb, score, sync_of
 from tests.kit.ports import free_port
 from tests.kit.second_runner import ENVIRONMENT as SECOND_RUNNER
 from tests.kit.supervised import processes
-from weight_sync.fleet.server_publication import Outcome, ServerSync
-from weight_sync.server.control import ServerControl
-from weight_sync.server.proof import ProofFailed
-from weight_sync.weights.snapshot import Probe, Snapshot
 
 pytestmark = pytest.mark.e2e
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from protocol.config import WeightSyncSection
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import build_transport
-from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.transports.base import build_transport
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 pytestmark = pytest.mark.e2e
 

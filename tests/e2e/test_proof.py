@@ -9,8 +9,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.weights.snapshot import probe_token_ids
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.weights.snapshot import probe_token_ids
 
 pytestmark = pytest.mark.e2e
 

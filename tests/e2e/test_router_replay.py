@@ -18,19 +18,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy.servers import vllm_server
-from learner.feed.packing import Sample, pack_row
-from learner.feed.recorded_experts import RoutedLayers
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ModelSection, RunConfig, load
-from protocol.messages import Segment, Server, ServerState
-from rollout_worker.episodes.episode import SegmentDraft
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.experts import known_until
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import Sampler
+from slipstream.deploy.servers import vllm_server
+from slipstream.learner.feed.packing import Sample, pack_row
+from slipstream.learner.feed.recorded_experts import RoutedLayers
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ModelSection, RunConfig, load
+from slipstream.protocol.messages import Segment, Server, ServerState
+from slipstream.rollout_worker.episodes.episode import SegmentDraft
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.experts import known_until
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.weight_sync.server.control import ServerControl
 from tests.e2e.conftest import EXAMPLE, IN_PROCESS, SCRIPT_LIMIT_S, wait_until_healthy
 from tests.e2e.test_parallel_servers import mixture, snapshot
 from tests.e2e.test_weight_sync import perturb, sync_of
@@ -38,7 +39,6 @@ from tests.kit.copies import ENVIRONMENT, ROOT
 from tests.kit.ports import free_port
 from tests.kit.second_runner import ENVIRONMENT as SECOND_RUNNER
 from tests.kit.supervised import processes
-from weight_sync.server.control import ServerControl
 
 pytestmark = pytest.mark.e2e
 
@@ -49,10 +49,10 @@ import sys
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
-from learner.attention.experts import RouterReplay
-from learner.model.export import Published
-from weight_sync.vllm.engine import shadow, shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals
+from slipstream.learner.attention.experts import RouterReplay
+from slipstream.learner.model.export import Published
+from slipstream.weight_sync.vllm.engine import shadow, shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
 
 folder = sys.argv[1]
 torch.manual_seed(0)
@@ -62,7 +62,7 @@ model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=128, hidden_size=64, inter
 model.save_pretrained(folder)
 llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True, max_num_seqs=8,
           max_num_batched_tokens=64, kv_cache_memory_bytes=8_000_000, block_size=32,
-          enable_return_routed_experts=True, worker_extension_cls="weight_sync.vllm.worker.SlipstreamWorker")
+          enable_return_routed_experts=True, worker_extension_cls="slipstream.weight_sync.vllm.worker.SlipstreamWorker")
 engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
 shadow_modules.install_torch_packing()
 replay = RouterReplay(model, lambda: model(torch.arange(13)[None]), 13, {8})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.store import open_for_reading
+from slipstream.rollout_queue.store import open_for_reading
 from tests.e2e.conftest import SmallRun
 
 # The waits end by themselves where nothing moves any more; the time-out is for what they cannot see.
@@ -74,7 +74,9 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     page = get(f"{small_run.config.queue.address}/metrics").decode()
     assert "slipstream_policy_version" in page
     shown = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "status", str(small_run.run_file)], capture_output=True, text=True
+        [sys.executable, "-m", "slipstream.deploy.cli", "status", str(small_run.run_file)],
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stderr
     assert "staleness" in shown.stdout

@@ -11,21 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.feed.packing import Sample, SampledFrom, pack_row
-from learner.model.build import load_policy
-from learner.model.policy import Scoring
-from protocol.config import ModelSection, load
-from protocol.messages import Segment, Server, ServerState
-from rollout_worker.agent.forced_calls import one_call
-from rollout_worker.episodes.episode import SegmentDraft
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import Sampler
+from slipstream.learner.feed.packing import Sample, SampledFrom, pack_row
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Scoring
+from slipstream.protocol.config import ModelSection, load
+from slipstream.protocol.messages import Segment, Server, ServerState
+from slipstream.rollout_worker.agent.forced_calls import one_call
+from slipstream.rollout_worker.episodes.episode import SegmentDraft
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.weight_sync.server.control import ServerControl
 from tests.e2e.conftest import EXAMPLE
 from tests.e2e.test_parallel_servers import snapshot
 from tests.e2e.test_weight_sync import sync_of
-from weight_sync.server.control import ServerControl
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from protocol.status import Status
+from slipstream.protocol.status import Status
 from tests.e2e.conftest import SmallRun
 from tests.e2e.test_run import LONG, check_ledger, metrics, summary
 

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.task.task import Task
 from slipstream import environments
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.task import Task
 from tests import kit
 from tests.environments.stand_ins import nemo_gym_server
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted

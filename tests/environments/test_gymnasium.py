@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError
 from slipstream.environments import gymnasium_environment
 from slipstream.environments.base import Score, written
+from slipstream.protocol.config import ConfigError
 
 gymnasium = pytest.importorskip("gymnasium")
 numpy = pytest.importorskip("numpy")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.task.environment_instance import interface_of
 from slipstream.environments import openenv_environment
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.environment_instance import interface_of
 from slipstream.sandboxes.remote import RemoteSandbox
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.task.task import Task
 from slipstream import environments
+from slipstream.rollout_worker.task.task import Task
 from tests.environments.stand_ins import nemo_gym_server
 from tests.environments.test_contract import HERE, STAND_INS, Bench, harbor_program
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 from slipstream.sandboxes import (
     ContainerSandbox,
     DaytonaSandbox,

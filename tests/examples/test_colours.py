@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from protocol.config import RunConfig
-from protocol.config import load as load_config
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.task.row_reader import plain_columns
-from rollout_worker.task.task import load_task
-from rollout_worker.tools.base import as_content
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.vision.processor import processor_of
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config import load as load_config
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.task.row_reader import plain_columns
+from slipstream.rollout_worker.task.task import load_task
+from slipstream.rollout_worker.tools.base import as_content
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.vision.processor import processor_of
 from tests.examples.conftest import EXAMPLES
 
 NAME = "colours"

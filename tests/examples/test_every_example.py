@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from protocol.config import load as load_config
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.task.environment_instance import interface_of, tools_of
-from rollout_worker.task.task import load_task
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import load as load_config
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.task.environment_instance import interface_of, tools_of
+from slipstream.rollout_worker.task.task import load_task
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.deploy.typed import output
 from tests.examples.conftest import EXAMPLES, modules_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from protocol.config import load as load_config
-from rollout_worker.task.task import load_task
+from slipstream.protocol.config import load as load_config
+from slipstream.rollout_worker.task.task import load_task
 from tests.examples.conftest import EXAMPLES, Load
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.worker import TOKENIZER, fake, roll

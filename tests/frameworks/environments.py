@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.agent import Endpoint
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

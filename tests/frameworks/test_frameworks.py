@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.agent import Endpoint
 from tests import kit
 from tests.frameworks.environments import environment, playing
 from tests.kit.agent import agent_task

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from rollout_worker.task.agent import Endpoint
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit.worker import multiply, task
 
 MULTIPLY = ToolBox([multiply]).schemas[0]

@@ -8,12 +8,20 @@ from typing import Any
 
 import msgspec
 
-from protocol import codec
-from protocol.messages import BeginSession, Fingerprint, Server, ServerChange, ServerState, Ticket, TicketRequest
-from rollout_queue.broker import learner, lifecycle, workers
-from rollout_queue.broker.broker import Broker
-from rollout_queue.store.base import Store
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol import codec
+from slipstream.protocol.messages import (
+    BeginSession,
+    Fingerprint,
+    Server,
+    ServerChange,
+    ServerState,
+    Ticket,
+    TicketRequest,
+)
+from slipstream.rollout_queue.broker import learner, lifecycle, workers
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.store.base import Store
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit.config import config
 from tests.kit.messages import SERVER, group
 from tests.kit.queue import FakeTime

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.base import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)

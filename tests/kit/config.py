@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 
 Sections = Mapping[str, Mapping[str, Any]]
 

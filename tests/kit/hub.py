@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
 
 

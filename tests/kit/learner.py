@@ -11,12 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm.step_data import StepRollouts, Tokens
-from learner.feed.packing import Sample
-from protocol import codec
-from protocol.client import QueueRefused
-from protocol.messages import BeginSession, ErrorBody, Group, LeaseAck, LeaseReply, LeaseRequest, RunPosition, Server
-from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
+from slipstream.learner.algorithm.step_data import StepRollouts, Tokens
+from slipstream.learner.feed.packing import Sample
+from slipstream.protocol import codec
+from slipstream.protocol.client import QueueRefused
+from slipstream.protocol.messages import (
+    BeginSession,
+    ErrorBody,
+    Group,
+    LeaseAck,
+    LeaseReply,
+    LeaseRequest,
+    RunPosition,
+    Server,
+)
+from slipstream.protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
 from tests.kit.messages import VOCABULARY, group
 
 

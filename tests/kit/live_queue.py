@@ -16,18 +16,18 @@ import msgspec
 import numpy as np
 import torch
 
-from protocol import reasons
-from protocol.client import QueueClient, QueueRefused, RunFinished
-from protocol.config import RunConfig, fingerprint
-from protocol.messages import Group, Rollout, Ticket, TicketRequest, WorkerReport
-from rollout_queue import store
-from rollout_queue.api.app import create_app
-from rollout_queue.broker.broker import Broker
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueClient, QueueRefused, RunFinished
+from slipstream.protocol.config import RunConfig, fingerprint
+from slipstream.protocol.messages import Group, Rollout, Ticket, TicketRequest, WorkerReport
+from slipstream.rollout_queue import store
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.weight_sync.fleet.publications import PublishRecord
+from slipstream.weight_sync.weights.snapshot import Probe
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.messages import SERVER, segment
 from tests.kit.queue import listening, serve_version
-from weight_sync.fleet.publications import PublishRecord
-from weight_sync.weights.snapshot import Probe
 
 T = TypeVar("T")
 

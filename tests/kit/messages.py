@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import Group, Rollout, Segment, Ticket, VersionSpan
+from slipstream.protocol.messages import Group, Rollout, Segment, Ticket, VersionSpan
 
 VOCABULARY = 64
 SERVER = "vllm-0"

@@ -12,15 +12,15 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from protocol.client import QueueClient, QueueRefused
-from protocol.config import RunConfig
-from protocol.messages import Server, ServerState
-from rollout_queue.api.app import create_app
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import Clock
-from rollout_queue.service import listen
-from rollout_queue.store.base import Store
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import Clock
+from slipstream.rollout_queue.service import listen
+from slipstream.rollout_queue.store.base import Store
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit.messages import SERVER
 
 

@@ -11,15 +11,15 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from protocol.config import RunConfig
-from protocol.messages import Server, ServerState
-from rollout_queue.ledger import evaluations, servers
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store.base import Store
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_queue.ledger import evaluations, servers
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.store.base import Store
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit.messages import SERVER
 
 

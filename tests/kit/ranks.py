@@ -23,13 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from protocol.config import RunConfig
+from slipstream.protocol.config import RunConfig
 from tests.kit.copies import Copy, start_function
 
 # Long enough for all ranks to load torch on a busy machine.
 ANSWERS_WITHIN_S = 240.0
 STDERR = 2
-LEARNER_MODULES = ("learner.run", "learner.__main__", "tests.kit.ranks")
+LEARNER_MODULES = ("slipstream.learner.run", "slipstream.learner.__main__", "tests.kit.ranks")
 ROOT = Path(__file__).parents[2]
 
 
@@ -98,14 +98,14 @@ def _lead(run_file: str, resume: bool, first: Callable[[int], object] | None, fr
         waiting: list[WaitingFollower] = []
         for rank in range(1, config.learner.ranks):
             waiting.append(WaitingFollower(rank, first, [pipe, *(of.stdin for of in waiting)]))
-        from learner.ranks import launch
+        from slipstream.learner.ranks import launch
 
         launch.start_rank = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
         if first is not None:
             first(0)
-    from learner.ranks import launch
-    from learner.run import build_trainer
-    from learner.start import starting_point
+    from slipstream.learner.ranks import launch
+    from slipstream.learner.run import build_trainer
+    from slipstream.learner.start import starting_point
 
     with launch.lead_team(config, launch.this_rank(config)) as team:
         trainer = build_trainer(config, starting_point(config, resume), team)
@@ -159,7 +159,7 @@ class WaitingFollower:
 
 
 def _follow(rank: int, first: Callable[[int], object] | None, reads: int, not_here: list[Any]) -> None:
-    from learner.__main__ import follow_rank_0
+    from slipstream.learner.__main__ import follow_rank_0
 
     for pipe in not_here:
         pipe.close()

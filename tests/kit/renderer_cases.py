@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from rollout_worker.chat.base import ChatFormat
-from rollout_worker.chat.renderer import RendererFormat
+from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.renderer import RendererFormat
 from tests.kit.chat_case import Case
 from tests.kit.stand_in_harmony import StandInHarmony
 from tests.kit.stand_in_tokenizer import stand_in_tokenizer

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from deploy.clusters import slurm
-from protocol.config import RunConfig
-from rollout_worker.user_code.process_guard import ProcessGuard
+from slipstream.deploy.clusters import slurm
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_worker.user_code.process_guard import ProcessGuard
 from tests.kit.ports import free_port
 
 STARTS_WITHIN_S = 30.0

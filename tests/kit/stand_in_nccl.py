@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from weight_sync.transports.gpu.communicator import Gpu
-from weight_sync.transports.gpu.ipc import FILLED, Handle, SharedBuckets
-from weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, Result
+from slipstream.weight_sync.transports.gpu.communicator import Gpu
+from slipstream.weight_sync.transports.gpu.ipc import FILLED, Handle, SharedBuckets
+from slipstream.weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, Result
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Blocking:
 
 
 class SharedMemory:
-    """Stands in for CUDA's handles of memory: `export` and `opened` of `weight_sync.transports.gpu.ipc`."""
+    """Stands in for CUDA's handles of memory: `export` and `opened` of `slipstream.weight_sync.transports.gpu.ipc`."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from protocol import reasons
-from protocol.client import QueueRefused, RunFinished
-from protocol.messages import (
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueRefused, RunFinished
+from slipstream.protocol.messages import (
     ErrorBody,
     Group,
     Server,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.messages import ServerState
-from protocol.status import (
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import (
     GroupCounts,
     LearnerStatus,
     Rates,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol.config import RunConfig
-from protocol.messages import Server
-from rollout_queue import store as stores
-from rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord, TicketState
-from rollout_queue.store.base import Store
-from rollout_queue.store.changes import Changes, Payload
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import Server
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord, TicketState
+from slipstream.rollout_queue.store.base import Store
+from slipstream.rollout_queue.store.changes import Changes, Payload
 from tests.kit.config import config
 from tests.kit.postgres import cluster
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run.processes import SLIPSTREAM, Child, Children, Program
+from slipstream.deploy.run.processes import SLIPSTREAM, Child, Children, Program
 from tests.kit.copies import start_program
 
 GRACE_S = 20.0

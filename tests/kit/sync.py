@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server.cancellation import gather
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import Sent, TransferError
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server.cancellation import gather
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import Sent, TransferError
-from weight_sync.weights.snapshot import Probe, Snapshot
 
 PROBE_IDS = [3, 1, 4, 1, 5]
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.chat.template import TemplateFormat
 from tests.kit.chat_case import Case
 from tests.kit.stand_in_tokenizer import stand_in_tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol import tracing
+from slipstream.protocol import tracing
 
 
 @contextmanager

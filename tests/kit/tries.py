@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from learner.feed import trie
+from slipstream.learner.feed import trie
 
 Sequences = list[npt.NDArray[np.int32]]
 Tensors = Sequence[torch.Tensor]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from slipstream.weight_sync.vllm.worker import SlipstreamWorker
 from tests.kit import cpu_experts
 from tests.kit.counted_bytes import ByteCounter, counting_bytes
-from weight_sync.vllm.worker import SlipstreamWorker
 
 cpu_experts.install()
 

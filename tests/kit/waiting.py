@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFacts
-from rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFacts
+from slipstream.rollout_worker.episodes.capacity import Capacity
 from tests.kit.config import config
 
 GROUP_SIZE, GROUPS_PER_STEP = 8, 8

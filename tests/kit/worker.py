@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from protocol.config import RunConfig
-from protocol.messages import Rollout
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episodes.source import SourceContext
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import FailureNotices
-from rollout_worker.sources import source_of
-from rollout_worker.task.task import Task
-from rollout_worker.ticket_loop import Worker
-from rollout_worker.user_code import UserCode
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import Rollout
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.episodes.source import SourceContext
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import FailureNotices
+from slipstream.rollout_worker.sources import source_of
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.ticket_loop import Worker
+from slipstream.rollout_worker.user_code import UserCode
 from tests import kit
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving
 from tests.kit.fake_vllm.policies import Policy, multiplying, scripted

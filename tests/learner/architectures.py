@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from deploy.checks.small_model import small
+from slipstream.deploy.checks.small_model import small
 
 ARCHITECTURES = {config.model_type: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
 

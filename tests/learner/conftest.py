@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ModelSection
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ModelSection
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.model import save_tiny_model
 

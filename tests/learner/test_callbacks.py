@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
-from learner import callbacks
-from learner.callbacks import CallbackFailed, Callbacks, arguments, load
-from learner.evaluator import Evaluator
-from learner.ranks.stopping import Stopped
-from learner.report.progress import TerminalProgress
-from learner.run import build_trainer
-from protocol.config import ConfigError, LearnerSection
-from protocol.config import load as load_run_file
+from slipstream.learner import callbacks
+from slipstream.learner.callbacks import CallbackFailed, Callbacks, arguments, load
+from slipstream.learner.evaluator import Evaluator
+from slipstream.learner.ranks.stopping import Stopped
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.run import build_trainer
+from slipstream.protocol.config import ConfigError, LearnerSection
+from slipstream.protocol.config import load as load_run_file
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless
 from tests.learner.report.test_evaluations import Queue, evaluating
@@ -100,7 +100,7 @@ def test_the_terminal_tells_where_a_callback_ended_it_and_sums_up_steps_alone(
     diary = Diary(should_training_stop=1)
     if first:
         diary.on_train_begin = lambda args, state, control, **_: setattr(control, "should_training_stop", True)  # type: ignore[attr-defined]
-    with caplog.at_level("INFO", logger="learner.report.progress"):
+    with caplog.at_level("INFO", logger="slipstream.learner.report.progress"):
         train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[diary])
     said = [record.getMessage() for record in caplog.records]
     assert f"ending {says}: a callback asked for it" in said

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from learner import checkpoint_keeper, start
-from learner.checkpoint_keeper import best_of, is_due, spared
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
-from learner.report.progress import TerminalProgress
-from learner.report.records import EvaluationRecord
-from learner.run import build_trainer
-from protocol import checkpoints as places
-from protocol.checkpoints import Best
-from protocol.config import RunConfig
-from protocol.messages import LeaseAck, RunPosition
-from protocol.status import Evaluation
+from slipstream.learner import checkpoint_keeper, start
+from slipstream.learner.checkpoint_keeper import best_of, is_due, spared
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.records import EvaluationRecord
+from slipstream.learner.run import build_trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.checkpoints import Best
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import LeaseAck, RunPosition
+from slipstream.protocol.status import Evaluation
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless
 from tests.learner.report.test_evaluations import Queue, done

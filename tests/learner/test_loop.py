@@ -20,25 +20,28 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from learner import loop
-from learner.__main__ import main
-from learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
-from learner.algorithm.step_data import Tokens
-from learner.collapse import PolicyDestroyed
-from learner.feed import packing, step_draft
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.packing import pack
-from learner.ranks.stopping import Stop
-from learner.report import sampler_checks
-from learner.report.progress import TerminalProgress
-from learner.report.queue_status import PendingNotices
-from learner.run import build_trainer, run
-from learner.start import session, starting_point
-from learner.training.trainer import Trainer
-from protocol import checkpoints, reasons
-from protocol.client import QueueClient, QueueRefused, Unreachable
-from protocol.config import ConfigError, RunConfig, fingerprint, to_toml
-from protocol.messages import ErrorBody, Group
+from slipstream.learner import loop
+from slipstream.learner.__main__ import main
+from slipstream.learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.learner.collapse import PolicyDestroyed
+from slipstream.learner.feed import packing, step_draft
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.ranks.stopping import Stop
+from slipstream.learner.report import sampler_checks
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.queue_status import PendingNotices
+from slipstream.learner.run import build_trainer, run
+from slipstream.learner.start import session, starting_point
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints, reasons
+from slipstream.protocol.client import QueueClient, QueueRefused, Unreachable
+from slipstream.protocol.config import ConfigError, RunConfig, fingerprint, to_toml
+from slipstream.protocol.messages import ErrorBody, Group
+from slipstream.weight_sync.fleet.publications import PublishRecord
+from slipstream.weight_sync.publisher import Publisher, PublishError
+from slipstream.weight_sync.weights.snapshot import Probe
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, sample, status
@@ -46,9 +49,6 @@ from tests.kit.messages import SERVER, VOCABULARY, group
 from tests.kit.model import save_tiny_model
 from tests.kit.ports import free_port
 from tests.learner.families import PADDED
-from weight_sync.fleet.publications import PublishRecord
-from weight_sync.publisher import Publisher, PublishError
-from weight_sync.weights.snapshot import Probe
 
 
 class FakePublisher:
@@ -445,8 +445,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     """A queue and a publisher that `run` finds in the place of the real ones."""
     queue = FakeQueue(endless())
     queue.shown = status()
-    monkeypatch.setattr("learner.run.QueueClient", lambda url, token: queue)
-    monkeypatch.setattr("learner.run.Publisher", lambda config, url, ranks: FakePublisher(queue))
+    monkeypatch.setattr("slipstream.learner.run.QueueClient", lambda url, token: queue)
+    monkeypatch.setattr("slipstream.learner.run.Publisher", lambda config, url, ranks: FakePublisher(queue))
     monkeypatch.setenv("SLIPSTREAM_COMMAND", "slipstream up my.toml")
     return queue
 
@@ -551,7 +551,7 @@ def test_ctrl_c_prints_no_traceback(moment: str, model_path: Path, tmp_path: Pat
     """While packages load, and while the queue is waited for."""
     (tmp_path / "task.py").write_text("task = None\n")
     (tmp_path / "run.toml").write_text(to_toml(config_for(model_path, tmp_path)))
-    command = [sys.executable, "-m", "learner", "run.toml", "--task.path", "task.py:task", "--queue.port"]
+    command = [sys.executable, "-m", "slipstream.learner", "run.toml", "--task.path", "task.py:task", "--queue.port"]
     command.append(str(free_port()))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:

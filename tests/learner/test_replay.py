@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from learner.replay import ranks_of
-from protocol import checkpoints as places
-from protocol import trained_record
-from protocol.config import RunConfig
+from slipstream.learner.replay import ranks_of
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol import trained_record
+from slipstream.protocol.config import RunConfig
 from tests.kit.live_queue import live_queue
 from tests.learner.test_resume import replayed, settings, train
 

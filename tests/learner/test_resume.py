@@ -13,25 +13,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner import loop
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.packing import PackedRow
-from learner.ranks.stopping import Stop
-from learner.replay import Outcome, Request, digest, made_with, replay
-from learner.report.progress import TerminalProgress
-from learner.run import build_trainer
-from learner.start import starting_point
-from learner.training.trainer import DivergedError, StepMetrics, Trainer
-from protocol import checkpoints as places
-from protocol import reasons, trained_record
-from protocol.client import QueueClient
-from protocol.config import ConfigError, RunConfig
-from protocol.messages import Group, Ticket
-from rollout_queue.store import open_for_reading
-from rollout_queue.store.base import LedgerRow
+from slipstream.learner import loop
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.packing import PackedRow
+from slipstream.learner.ranks.stopping import Stop
+from slipstream.learner.replay import Outcome, Request, digest, made_with, replay
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.run import build_trainer
+from slipstream.learner.start import starting_point
+from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol import reasons, trained_record
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import Group, Ticket
+from slipstream.rollout_queue.store import open_for_reading
+from slipstream.rollout_queue.store.base import LedgerRow
+from slipstream.weight_sync.publisher import Publisher
 from tests.kit import LEARNER, config
 from tests.kit.live_queue import LivePublisher, LiveQueue, live_queue, of_row
-from weight_sync.publisher import Publisher
 
 Weights = dict[str, torch.Tensor]
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from learner import run, start
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from protocol.config import ConfigError, LearnerSection, RunConfig, fingerprint
-from protocol.messages import LearnerProcess, RunPosition
-from rollout_worker.chat.build import build_chat_format
+from slipstream.learner import run, start
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from slipstream.protocol.config import ConfigError, LearnerSection, RunConfig, fingerprint
+from slipstream.protocol.messages import LearnerProcess, RunPosition
+from slipstream.rollout_worker.chat.build import build_chat_format
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder
 
@@ -60,14 +60,14 @@ def test_a_learner_that_accelerate_starts_takes_the_type_that_servers_take_by_th
     given: str | None,
     taken: str,
 ) -> None:
-    """`slipstream` decides for the processes that it starts; `accelerate launch -m learner` is none of them."""
+    """`slipstream` decides for the processes that it starts, and `accelerate launch` starts others."""
     Qwen3Config(dtype=named).save_pretrained(tmp_path)
 
     def starting_point(config: RunConfig, *_: object) -> None:
         raise Started(config.model.dtype)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: unit)
+    monkeypatch.setattr("slipstream.protocol.config.machine.bfloat16_unit", lambda: unit)
     monkeypatch.setattr(start, "starting_point", starting_point)
     model = {"path": str(tmp_path), **({"dtype": given} if given else {})}
     with pytest.raises(Started, match=taken):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol.tracing import TicketTrace
+from slipstream.protocol.tracing import TicketTrace
 from tests.kit.live_queue import live_queue
 from tests.kit.traces import traced
 from tests.learner.test_resume import ledger_of, settings, train

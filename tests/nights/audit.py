@@ -16,11 +16,11 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from protocol.messages import Segment, VersionSpan
-from protocol.trained_record import RECORD_FOLDER, RecordError, read_record
-from rollout_queue.store.base import StoreReader
-from rollout_queue.store.sqlite import SqliteReader
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.protocol.messages import Segment, VersionSpan
+from slipstream.protocol.trained_record import RECORD_FOLDER, RecordError, read_record
+from slipstream.rollout_queue.store.base import StoreReader
+from slipstream.rollout_queue.store.sqlite import SqliteReader
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 
 MAX_STALENESS = 4
 SEGMENTS = 200

@@ -18,14 +18,14 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol import access
+from slipstream.protocol import access
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http.receiver import HttpReceiver
+from slipstream.weight_sync.transports.receiver import Worker, of_one_version
+from slipstream.weight_sync.weights.parts import joined
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
 from tests.kit.fake_vllm.engine import EngineError, Sample
 from tests.kit.fake_vllm.policies import persistent, scripted
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http.receiver import HttpReceiver
-from weight_sync.transports.receiver import Worker, of_one_version
-from weight_sync.weights.parts import joined
 
 LATENCY_S = float(os.environ.get("FAKE_LATENCY_S", "0.1"))
 # The share of its answers that are right, so that a group's rewards differ.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout_worker.inference.failures import AGAIN_AFTER_S
+from slipstream.rollout_worker.inference.failures import AGAIN_AFTER_S
 
 # What may be hurt. `joined` is a server that the night starts, `far` a worker; both are reached through links.
 Target = Literal["queue", "worker", "server", "learner", "joined", "far", "run"]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol import access
+from slipstream.protocol import access
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.model import tiny_model
 from tests.kit.ports import free_port
@@ -29,7 +29,7 @@ from tests.nights.watch import Watch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = BY_NAME["multiply"].folder
-SLIPSTREAM = (sys.executable, "-P", "-m", "deploy.cli")
+SLIPSTREAM = (sys.executable, "-P", "-m", "slipstream.deploy.cli")
 TOKEN = "0123456789abcdef0123456789abcdef"
 ENDS_WITHIN_S = 120.0
 # More than any night makes; the last start is given what it still needs.
@@ -266,8 +266,8 @@ class Fleet:
             words = process.cmdline()
             if "vllm.entrypoints.openai.api_server" in words:
                 return f"vllm-{int(words[words.index('--port') + 1]) - self.vllm_port}"
-            if "deploy.cli" in words:
-                role = words[words.index("deploy.cli") + 1]
+            if "slipstream.deploy.cli" in words:
+                role = words[words.index("slipstream.deploy.cli") + 1]
                 if role == "worker":
                     return words[words.index("--name") + 1]
                 return f"vllm-{words[words.index('--index') + 1]}" if role == "vllm" else role

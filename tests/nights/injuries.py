@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol import checkpoints
+from slipstream.protocol import checkpoints
 from tests.kit.ports import free_port
 from tests.nights.fleet import TOKEN, Fleet, save_model
 from tests.nights.schedule import Strike

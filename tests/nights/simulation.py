@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from protocol.messages import BeginSession, LearnerProcess, LeaseAck, Server, ServerState
-from rollout_queue.ledger import leases, servers, tickets
-from rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, GroupFacts, Refusal, SampledBy, TicketRecord, TicketState
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol.messages import BeginSession, LearnerProcess, LeaseAck, Server, ServerState
+from slipstream.rollout_queue.ledger import leases, servers, tickets
+from slipstream.rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision, GroupFacts, Refusal, SampledBy, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.weight_sync.fleet import decisions
 from tests.kit.config import config
 from tests.nights.faults import possible
 from tests.nights.schedule import Strike, draw
-from weight_sync.fleet import decisions
 
 K, B = 4, 4
 CONFIG = config(

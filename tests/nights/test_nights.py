@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.messages import VersionSpan
+from slipstream.protocol.messages import VersionSpan
 from tests.kit.chosen import commit
 from tests.kit.messages import segment
 from tests.nights import schedule as schedules

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_queue.ledger import leases, tickets
-from rollout_queue.ledger.admission import Admission
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, TicketState
-from rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.ledger import leases, tickets
+from slipstream.rollout_queue.ledger.admission import Admission
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision, TicketState
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.weight_sync.fleet import decisions
 from tests.nights.faults import possible
 from tests.nights.simulation import B, Broken, Simulation
-from weight_sync.fleet import decisions
 
 STEPS = 20_000
 # By then each of the wrong decisions has been met; most of them in the first tenth.

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from protocol import access
+from slipstream.protocol import access
 
 ASK_EVERY_S = 0.5
 # Their logs are on other machines: a person reads the run's terminal, and its status.

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol import checkpoints
-from protocol.checkpoints import Best
+from slipstream.protocol import checkpoints
+from slipstream.protocol.checkpoints import Best
 
 
 def made(run_dir: Path, *steps: int) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from protocol import access, codec, reasons
-from protocol.client import GaveUp, QueueClient, QueueError, QueueRefused, RunFinished, Unreachable
-from protocol.messages import (
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import GaveUp, QueueClient, QueueError, QueueRefused, RunFinished, Unreachable
+from slipstream.protocol.messages import (
     BeginSession,
     ErrorBody,
     FinishRun,
@@ -206,7 +206,7 @@ async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> 
 
 
 async def test_i7_the_wait_for_an_absent_queue_is_logged_once_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "protocol.client")
+    caplog.set_level("INFO", "slipstream.protocol.client")
     async with running(drops, drops, drops, says(POLICY)) as queue, QueueClient(queue.url, patience_s=10) as client:
         await client.position()
         await client.position()
@@ -344,7 +344,7 @@ async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> 
 
 
 async def test_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.client.FULL_PATIENCE_S", 0.2)
+    monkeypatch.setattr("slipstream.protocol.client.FULL_PATIENCE_S", 0.2)
     full = says(ErrorBody("full", "the queue is full"), status=429, headers={"Retry-After": "0.05"})
     async with running(full) as queue, QueueClient(queue.url, patience_s=0.1) as client:
         with pytest.raises(QueueError, match=r"no room for group t-1 for 0 s: the queue is full.*slipstream status"):

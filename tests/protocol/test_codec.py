@@ -19,9 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from protocol import codec, messages, status
-from protocol.images import Image, ImagePlace, pack
-from protocol.messages import (
+from slipstream.protocol import codec, messages, status
+from slipstream.protocol.images import Image, ImagePlace, pack
+from slipstream.protocol.messages import (
     Group,
     LeaseReply,
     PolicyCommand,
@@ -440,8 +440,8 @@ def test_a_missing_field_of_a_group_is_refused_and_so_is_an_unknown_one() -> Non
 FIRST_DECODE_ON_EIGHT_THREADS = """
 import sys, threading
 import numpy as np
-from protocol import codec
-from protocol.messages import Group, Rollout, Segment, VersionSpan
+from slipstream.protocol import codec
+from slipstream.protocol.messages import Group, Rollout, Segment, VersionSpan
 
 sys.setswitchinterval(1e-6)
 ids = np.arange(5, dtype=np.int32)

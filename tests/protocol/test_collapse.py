@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from protocol.collapse import Row, find_collapse
+from slipstream.protocol.collapse import Row, find_collapse
 
 # The quickstart's first steps at its own rate, without a warm-up (two cores, real vLLM; 2026-11-28): the policy becomes
 # surer and its reward rises.

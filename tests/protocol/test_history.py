@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.history import MAX_POINTS, Columns, step_row, time_row
-from protocol.status import LearnerStatus
+from slipstream.protocol.history import MAX_POINTS, Columns, step_row, time_row
+from slipstream.protocol.status import LearnerStatus
 from tests.kit.status import status, worker
 
 

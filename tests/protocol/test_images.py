@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from protocol import codec
-from protocol.images import MAX_BYTES, Image, ImagePlace, PackedArray, pack, unpack
+from slipstream.protocol import codec
+from slipstream.protocol.images import MAX_BYTES, Image, ImagePlace, PackedArray, pack, unpack
 from tests.kit import group
 
 TYPES = st.sampled_from([np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.uint8)])

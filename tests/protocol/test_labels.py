@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.versions import Label, describe_label, label_in, label_of, name_of, new_run_id, parse
+from slipstream.protocol.versions import Label, describe_label, label_in, label_of, name_of, new_run_id, parse
 
 VERSIONS = st.integers(0, 10**18 - 1)
 

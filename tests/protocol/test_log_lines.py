@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol import log_lines
-from protocol.log_lines import ALIKE, WITHIN_S, Repeated
+from slipstream.protocol import log_lines
+from slipstream.protocol.log_lines import ALIKE, WITHIN_S, Repeated
 
 
 class Log:
@@ -80,7 +80,7 @@ def test_the_last_lines_of_a_flood_are_counted_without_another_line(monkeypatch:
     """While the process goes on, and when it ends."""
     program = """
 import logging, sys, threading
-from protocol import log_lines
+from slipstream.protocol import log_lines
 log_lines.WITHIN_S = float(sys.argv[1])
 log_lines.set_up()
 for number in range(40):

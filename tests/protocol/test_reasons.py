@@ -1,4 +1,4 @@
-"""Reason codes stand in `protocol.reasons` and nowhere else."""
+"""Reason codes stand in `slipstream.protocol.reasons` and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol import reasons
+from slipstream.protocol import reasons
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("protocol", "rollout_queue", "rollout_worker", "learner", "weight_sync", "deploy", "slipstream")

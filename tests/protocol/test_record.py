@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import codec, trained_record
-from protocol.trained_record import Head, RecordError
+from slipstream.protocol import codec, trained_record
+from slipstream.protocol.trained_record import Head, RecordError
 from tests.kit import group
 
 Entry = tuple[int, int, str]

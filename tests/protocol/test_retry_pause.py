@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.client import retry_pause_s
+from slipstream.protocol.client import retry_pause_s
 
 
 @pytest.mark.parametrize(("pauses", "seconds"), [(0, 0.25), (1, 0.5), (5, 8.0), (6, 10.0), (100_000, 10.0)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from protocol.rollouts import MAX_TEXT, RolloutView
+from slipstream.protocol.rollouts import MAX_TEXT, RolloutView
 from tests.kit import group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.addresses import check_name, normal_url
+from slipstream.protocol.addresses import check_name, normal_url
 
 
 @pytest.mark.parametrize(

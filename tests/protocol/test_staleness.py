@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.versions import within_staleness
+from slipstream.protocol.versions import within_staleness
 
 versions = st.integers(0, 10**9)
 

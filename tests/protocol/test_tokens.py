@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.servers.tokens import check_arguments, token_of
-from protocol import access
-from protocol.config import ConfigError
+from slipstream.deploy.servers.tokens import check_arguments, token_of
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError
 from tests.kit import config
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -150,7 +150,7 @@ def test_the_command_prints_a_role_s_token_of_the_environment_s_secret_or_of_a_f
     file.chmod(0o600)
     assert token_of("viewer", file) == access.derive_token(SECRET, "viewer")
     monkeypatch.setenv(access.TOKEN_VARIABLE, SECRET)
-    line = [sys.executable, "-m", "deploy.cli", "token", "learner"]
+    line = [sys.executable, "-m", "slipstream.deploy.cli", "token", "learner"]
     printed = subprocess.run(line, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
     assert printed == access.derive_token(SECRET, "learner") + "\n"
 

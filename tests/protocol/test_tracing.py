@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from protocol import tracing
-from protocol.tracing import NO_SPAN, TicketTrace
+from slipstream.protocol import tracing
+from slipstream.protocol.tracing import NO_SPAN, TicketTrace
 from tests.kit.ports import free_port
 from tests.kit.traces import collecting
 
@@ -23,7 +23,7 @@ TICKETS = [TicketTrace("run-1", f"{index}.0") for index in range(64)]
 def test_off_there_is_one_span_for_all_and_nothing_is_imported() -> None:
     code = """
 import sys
-from protocol import tracing
+from slipstream.protocol import tracing
 with tracing.sending(None, "worker", "run"), tracing.span("group", tracing.TicketTrace("run", "0.0"), row=1) as span:
     assert span is tracing.NO_SPAN is tracing.current() is tracing.serving("PUT", [(b"traceparent", b"00-1-1-01")])
     assert tracing.headers() == {} and not tracing.is_on() and not span.is_recording

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol import rollouts as module
-from protocol.rollouts import RolloutView, TokenView, TrainedRollouts
+from slipstream.protocol import rollouts as module
+from slipstream.protocol.rollouts import RolloutView, TokenView, TrainedRollouts
 
 
 def view(number: int) -> RolloutView:

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from protocol import codec
-from protocol.client import QueueClient, QueueRefused, RunFinished
-from protocol.config import ConfigError, RunConfig, load
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
-from rollout_queue.api.connection_pool import raise_descriptors
-from rollout_queue.broker.lifecycle import ALIVE_S
-from rollout_queue.service import listen, serve
-from rollout_queue.store import open_for_reading
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.protocol import codec
+from slipstream.protocol.client import QueueClient, QueueRefused, RunFinished
+from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
+from slipstream.rollout_queue.api.connection_pool import raise_descriptors
+from slipstream.rollout_queue.broker.lifecycle import ALIVE_S
+from slipstream.rollout_queue.service import listen, serve
+from slipstream.rollout_queue.store import open_for_reading
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import group
 from tests.kit.messages import SERVER
 from tests.kit.ports import free_port
@@ -34,8 +34,8 @@ B, STEPS = 4, 30
 FLEET = 2000
 SERVE = """
 import sys
-from protocol.config import load
-from rollout_queue.service import serve
+from slipstream.protocol.config import load
+from slipstream.rollout_queue.service import serve
 serve(load(sys.argv[1]))
 """
 # Writes a line into the run directory for each full collection of garbage.

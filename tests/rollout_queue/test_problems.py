@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import rollout_queue
-from protocol import codec, reasons
-from protocol.messages import ErrorBody
-from rollout_queue.api import requests
-from rollout_queue.ledger.records import Refusal
+from slipstream import rollout_queue
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.messages import ErrorBody
+from slipstream.rollout_queue.api import requests
+from slipstream.rollout_queue.ledger.records import Refusal
 
 PACKAGE = Path(rollout_queue.__file__).parent
 
@@ -39,7 +39,9 @@ def refused_in(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Refusal":
             reason = ast.unparse(node.args[0])
-            assert reason.startswith("reasons."), f"line {node.lineno}: {reason} is not a constant of protocol.reasons"
+            assert reason.startswith("reasons."), (
+                f"line {node.lineno}: {reason} is not a constant of slipstream.protocol.reasons"
+            )
             yield getattr(reasons, reason.removeprefix("reasons."))
 
 

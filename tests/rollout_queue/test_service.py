@@ -13,11 +13,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from deploy.servers.vllm_server import announce
-from protocol import access, codec, reasons
-from protocol.client import JSON, QueueClient, QueueRefused, RunFinished, Unreachable
-from protocol.config import ConfigError
-from protocol.messages import (
+from slipstream.deploy.servers.vllm_server import announce
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import JSON, QueueClient, QueueRefused, RunFinished, Unreachable
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import (
     BeginSession,
     ErrorBody,
     Group,
@@ -34,16 +34,16 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.api.connection_pool import Shares
-from rollout_queue.broker import learner, lifecycle, status
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import Clock
-from rollout_queue.ledger import leases
-from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
-from rollout_queue.service import fitted
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.memory import MemoryStore
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.api.connection_pool import Shares
+from slipstream.rollout_queue.broker import learner, lifecycle, status
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import Clock
+from slipstream.rollout_queue.ledger import leases
+from slipstream.rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
+from slipstream.rollout_queue.service import fitted
+from slipstream.rollout_queue.store.base import StoreError
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, move_server, refusal, serve_version, serving, until

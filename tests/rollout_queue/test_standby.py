@@ -14,13 +14,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from protocol import access
-from protocol.client import QueueClient
-from protocol.config import RunConfig, load
-from protocol.messages import BeginSession, TicketRequest
-from rollout_queue import store
-from rollout_queue.api.app import create_app
-from rollout_queue.store.base import MAX_SILENCE_S
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.messages import BeginSession, TicketRequest
+from slipstream.rollout_queue import store
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.store.base import MAX_SILENCE_S
 from tests.kit import config, group
 from tests.kit.ports import free_port
 from tests.kit.postgres import cluster
@@ -28,9 +28,12 @@ from tests.kit.queue import listening, serve_version
 from tests.kit.relay import relay
 
 HANG_S = 60.0
-SERVE = (
-    "import sys; from protocol.config import load; from rollout_queue.service import serve; serve(load(sys.argv[1]))"
-)
+SERVE = """
+import sys
+from slipstream.protocol.config import load
+from slipstream.rollout_queue.service import serve
+serve(load(sys.argv[1]))
+"""
 
 
 @asynccontextmanager

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol import codec
-from protocol.client import QueueClient
-from protocol.config import RunConfig, fingerprint, to_toml
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState
-from protocol.status import Evaluation, EvaluationRequest
-from protocol.versions import label_of
+from slipstream.protocol import codec
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig, fingerprint, to_toml
+from slipstream.protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState
+from slipstream.protocol.status import Evaluation, EvaluationRequest
+from slipstream.protocol.versions import label_of
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fake_vllm import serving as serving_vllm
@@ -28,7 +28,7 @@ B, STEPS, ROWS = 2, 4, 3
 TASK = f"""
 import asyncio
 from pathlib import Path
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 OPEN = Path(__file__).with_name("open")
 

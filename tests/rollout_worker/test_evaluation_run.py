@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.client import QueueClient
-from protocol.config import RunConfig, fingerprint
-from protocol.messages import BeginSession
-from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.store.sqlite import SqliteStore
-from rollout_worker.episodes.source import SourceContext
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import FailureNotices
-from rollout_worker.sources import source_of
-from rollout_worker.task.task import Task
-from rollout_worker.ticket_loop import Worker
-from rollout_worker.user_code import UserCode
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig, fingerprint
+from slipstream.protocol.messages import BeginSession
+from slipstream.protocol.status import Evaluation, EvaluationRequest
+from slipstream.rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_worker.episodes.source import SourceContext
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import FailureNotices
+from slipstream.rollout_worker.sources import source_of
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.ticket_loop import Worker
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import serving as serving_vllm
 from tests.kit.queue import Served, serve_version, serving
@@ -142,7 +142,7 @@ async def test_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeyp
         await ask(client)
         async with worker(CONFIG, the_task, client, "first"):
             await until(lambda: len(evaluated_by(queue, "first")) == 4)
-            monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
+            monkeypatch.setattr("slipstream.rollout_worker.ticket_loop.leave", _nothing)
         assert len(evaluated_by(queue, "first")) == 4
         queue.time.now += 61.0
         await queue.broker.expire()
@@ -165,7 +165,7 @@ async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(
             await ask(client)
             async with worker(CONFIG, the_task, client, "w"):
                 await until(lambda: len(evaluated_by(queue, "w")) == 4)
-                monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
+                monkeypatch.setattr("slipstream.rollout_worker.ticket_loop.leave", _nothing)
         opened = True
         queue, client = await stack.enter_async_context(standing(url, SqliteStore(path), begin=False))
         assert len(evaluated_by(queue, "w")) == 4

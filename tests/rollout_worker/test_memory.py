@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from rollout_worker.memory import return_large_blocks
+from slipstream.rollout_worker.memory import return_large_blocks
 
 # Frees 8 MB, after which glibc would take blocks of up to that size from an arena, and says whether one of 1 MB is.
 PROGRAM = """
 import ctypes, sys
-from rollout_worker.memory import return_large_blocks
+from slipstream.rollout_worker.memory import return_large_blocks
 if sys.argv[1] == "set":
     assert return_large_blocks()
 class Info(ctypes.Structure):

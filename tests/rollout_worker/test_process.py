@@ -9,9 +9,17 @@ from pathlib import Path
 
 from aiohttp import web
 
-from protocol import access, codec
-from protocol.config import RunConfig, fingerprint, to_toml
-from protocol.messages import ErrorBody, Group, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from slipstream.protocol import access, codec
+from slipstream.protocol.config import RunConfig, fingerprint, to_toml
+from slipstream.protocol.messages import (
+    ErrorBody,
+    Group,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    WorkerReply,
+    WorkerReport,
+)
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.stand_in_queue import serving_at, tickets_for
@@ -19,7 +27,7 @@ from tests.kit.worker import fake, until
 
 ROOT = Path(__file__).parents[2]
 TASK = """
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 def reward(completions, **columns):
     return [0.0] * len(completions)
@@ -30,7 +38,7 @@ task = Task(dataset=[{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}
 MAIN = """
 import sys
 sys.modules["torch"] = None
-from deploy.cli import main
+from slipstream.deploy.cli import main
 
 sys.argv = ["slipstream", "worker", "run.toml", "--queue", sys.argv[1], "--name", "w1"]
 main()
@@ -167,7 +175,7 @@ async def test_sigterm_ends_a_worker_cleanly(tmp_path):
 SLOWLY_MADE = """
 import time
 from pathlib import Path
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 def count(name):
     path = Path(name)
@@ -213,7 +221,7 @@ async def test_i9_sigterm_closes_an_environment_that_is_still_being_made(tmp_pat
 HOSTILE = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 pool, calls = ThreadPoolExecutor(1), []
 

@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
-from protocol import codec
-from protocol.client import GaveUp, QueueRefused, RunFinished
-from protocol.config import ConfigError
-from protocol.config import fingerprint as shared
-from protocol.messages import ErrorBody
-from rollout_worker.fingerprint import fingerprint_of
-from rollout_worker.user_code import UserCode
+from slipstream.protocol import codec
+from slipstream.protocol.client import GaveUp, QueueRefused, RunFinished
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config import fingerprint as shared
+from slipstream.protocol.messages import ErrorBody
+from slipstream.rollout_worker.fingerprint import fingerprint_of
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
@@ -176,7 +176,7 @@ async def test_i9_a_worker_does_not_wait_for_a_session_for_ever():
 
 async def test_a_worker_that_is_refused_later_ends_too(monkeypatch):
     """A new session of the learner may declare something else."""
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 0.01)
     queue = StandInQueue(tickets_for(1, 2), keep_open=True)
     original = queue.submit
 
@@ -192,7 +192,7 @@ async def test_a_worker_that_is_refused_later_ends_too(monkeypatch):
 @pytest.mark.parametrize("at", ["tickets", "submit"])
 async def test_a_worker_that_the_queue_has_forgotten_registers_and_asks_again(at, monkeypatch):
     """As after a restart of the queue; no other heartbeat is due."""
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 1000.0)
     queue = StandInQueue(tickets_for(4, 2))
     original, first = getattr(queue, at), iter([True])
 
@@ -228,7 +228,7 @@ async def test_a_queue_that_keeps_forgetting_is_not_hammered():
 
 
 async def test_warnings_are_logged_once_each(caplog, monkeypatch):
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 0.01)
     queue = StandInQueue(tickets_for(1, 2), keep_open=True)
     queue.warnings = ["the task file differs from that of worker-0"]
     with caplog.at_level(logging.WARNING, "rollout_worker"):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from protocol.messages import Server, ServerState
+from slipstream.protocol.messages import Server, ServerState
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault
 from tests.kit.fake_vllm.policies import multiplying, scripted
@@ -82,7 +82,7 @@ class Fleet:
 
 @pytest.fixture
 def heartbeats(monkeypatch):
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 0.02)
 
 
 def sampled_by(run):
@@ -135,7 +135,7 @@ async def test_a_server_that_the_registry_calls_down_is_left_at_once(heartbeats)
 
 
 async def test_a_worker_that_asks_for_tickets_hears_of_a_server_that_leaves_before_its_next_heartbeat(monkeypatch):
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 3600.0)
     fleet = Fleet()
     async with asyncio.timeout(15):
         run = await fleet.run(lambda: fleet.put(ServerState.STALE))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.group import MAX_BYTES, MAX_TEXT, of_prompt, transcript
+from slipstream.rollout_worker.group import MAX_BYTES, MAX_TEXT, of_prompt, transcript
 
 USER = {"role": "user", "content": "Multiply 2 by 3."}
 SAID = {"role": "assistant", "content": "6"}

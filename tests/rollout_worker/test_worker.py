@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from protocol.client import QueueRefused, Unreachable
-from protocol.messages import ErrorBody, Server, ServerState, TicketReply
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.task.task import Task
-from rollout_worker.worker import work
+from slipstream.protocol.client import QueueRefused, Unreachable
+from slipstream.protocol.messages import ErrorBody, Server, ServerState, TicketReply
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.worker import work
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
@@ -456,7 +456,7 @@ async def test_i5_a_restarted_server_is_reported_stale_and_gets_nothing_more():
 
 
 async def test_i5_no_ticket_is_taken_while_no_server_serves(monkeypatch):
-    monkeypatch.setattr("rollout_worker.ticket_loop._IDLE_HEARTBEAT_S", 0.005)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._IDLE_HEARTBEAT_S", 0.005)
     queue = StandInQueue(tickets_for(1, 2), [Server("vllm-0", "http://127.0.0.1:1", ServerState.SYNCING)])
     server = fake()
     original = queue.heartbeat
@@ -522,8 +522,8 @@ async def test_a_stopped_worker_gives_its_tickets_back():
 
 
 async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs_off(monkeypatch, caplog):
-    caplog.set_level("INFO", "rollout_worker.heartbeat")
-    monkeypatch.setattr("rollout_worker.heartbeat._SIGN_OFF_S", 0.05)
+    caplog.set_level("INFO", "slipstream.rollout_worker.heartbeat")
+    monkeypatch.setattr("slipstream.rollout_worker.heartbeat._SIGN_OFF_S", 0.05)
     queue = StandInQueue(tickets_for(0), keep_open=True)
 
     async def hangs(worker_id):
@@ -536,7 +536,7 @@ async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs
 
 
 async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 0.02)
     server = fake(faults=[Fault("hang")])
     queue = StandInQueue(tickets_for(2, 2), keep_open=True)
     original = queue.heartbeat

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 import slipstream
-from deploy.run.process_keeper import RunFailed
-from protocol.client import QueueClient
-from protocol.config import ConfigError, fingerprint
-from rollout_worker.task.task import Task
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import ConfigError, fingerprint
+from slipstream.rollout_worker.task.task import Task
 from slipstream.script import train
 
 
@@ -35,7 +35,7 @@ def test_the_version_is_a_text() -> None:
 
 
 def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.config.fingerprint.DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr("slipstream.protocol.config.fingerprint.DISTRIBUTION", "no-such-distribution")
     assert fingerprint.release() == "0+unknown"
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from deploy.run.process_keeper import RunFailed
-from protocol.config import ConfigError, RunConfig, TaskSection
-from rollout_worker.task.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.protocol.config import ConfigError, RunConfig, TaskSection
+from slipstream.rollout_worker.task.task import Task, load_task
 from slipstream.script import TRAIN, of_a_trainer
 from tests.kit.copies import PipedCopy
 from tests.kit.original import Request
@@ -43,15 +43,15 @@ def guarded(code: str) -> str:
 
 
 PATCHED = """
-import deploy.run.processes
-deploy.run.processes.SLIPSTREAM = ("bash", "stand-in")
+import slipstream.deploy.run.processes
+slipstream.deploy.run.processes.SLIPSTREAM = ("bash", "stand-in")
 """
 
 # The learner is done at once; all others stay.
 STAND_IN = """
 echo "$@" >>calls
 case $1 in
-    preflight) exec {python} -P -m deploy.cli "$@" ;;
+    preflight) exec {python} -P -m slipstream.deploy.cli "$@" ;;
     learner) until [ $(grep -c . calls) = 5 ]; do sleep 0.1; done; {learner} ;;
 esac
 sleep 300

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from deploy.run import run_directory
-from learner import callbacks
-from protocol import checkpoints
-from protocol.checkpoints import Best
-from protocol.config import ConfigError, RunConfig, TaskSection, resolve
-from rollout_worker.task.task import Task, load_task
-from rollout_worker.tools.toolbox import ToolBox
 from slipstream import script as script_module
+from slipstream.deploy.run import run_directory
+from slipstream.learner import callbacks
+from slipstream.protocol import checkpoints
+from slipstream.protocol.checkpoints import Best
+from slipstream.protocol.config import ConfigError, RunConfig, TaskSection, resolve
+from slipstream.rollout_worker.task.task import Task, load_task
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.script import overrides
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput, notebook
 from slipstream.trl.configs import _Config
@@ -1224,7 +1224,9 @@ def test_a_notebook_s_training_fails_with_its_own_error_and_draws_no_other_run(
 ) -> None:
     drawn: list[int] = []
     monkeypatch.setattr(notebook, "_draw", lambda state, _: drawn.append(state.global_step))
-    raises = "from protocol.config import ConfigError\nprint('a bar')\nraise ConfigError('a = 1: no;\\nwrite 2')"
+    raises = (
+        "from slipstream.protocol.config import ConfigError\nprint('a bar')\nraise ConfigError('a = 1: no;\\nwrite 2')"
+    )
     monkeypatch.setattr(sys.modules["__main__"], "In", [raises], raising=False)
     journals(tmp_path / "mine", 2)
     with pytest.raises(ConfigError, match=r"^a = 1: no;\nwrite 2$"):

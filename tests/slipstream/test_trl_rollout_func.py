@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 from slipstream.trl import GRPOConfig, GRPOTrainer
 from slipstream.trl.experimental.openenv import generate_rollout_completions
 from tests import kit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
 from slipstream.trl.models import save_object

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError
 from slipstream import Endpoint
+from slipstream.protocol.config import ConfigError
 from slipstream.verifiers import _outcome, verifiers_task
 from tests.kit.fake_openai import FakeOpenAI
 from tests.kit.fake_vllm.policies import scripted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weight_sync.server import cancellation, control
+from slipstream.weight_sync.server import cancellation, control
 
 
 @pytest.fixture

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.weight_sync.server.cancellation import gather, on_thread
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.gpu.communicator import Gpu
+from slipstream.weight_sync.transports.gpu.nccl_receiver import chunks
+from slipstream.weight_sync.transports.http.blob_server import BlobServer
+from slipstream.weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
+from slipstream.weight_sync.transports.registry import TRANSPORTS
+from slipstream.weight_sync.vllm.engine.staged_engine import Staging
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.parts import Part, joined
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine
 from tests.kit.stand_in_nccl import Blocking, SharedMemory, World, stand_in_gpu
-from weight_sync.server.cancellation import gather, on_thread
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu.communicator import Gpu
-from weight_sync.transports.gpu.nccl_receiver import chunks
-from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
-from weight_sync.transports.registry import TRANSPORTS
-from weight_sync.vllm.engine.staged_engine import Staging
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.parts import Part, joined
-from weight_sync.weights.snapshot import Snapshot
 
 
 class ReceivingEnd:

@@ -18,26 +18,26 @@ import pytest
 import torch
 import uvicorn
 
-from protocol import tracing
-from protocol.client import QueueClient, QueueError
-from protocol.config import ModelSection, RunConfig, WeightSyncSection
-from protocol.messages import BeginSession, Server, ServerState
-from rollout_queue.api.app import create_app
-from rollout_queue.ledger.records import ServerRecord
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol import tracing
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import ModelSection, RunConfig, WeightSyncSection
+from slipstream.protocol.messages import BeginSession, Server, ServerState
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.ledger.records import ServerRecord
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.weight_sync import publisher
+from slipstream.weight_sync.fleet import decisions, fleet, member, server_publication, snapshots
+from slipstream.weight_sync.publisher import Publisher, PublishError
+from slipstream.weight_sync.server import cancellation, control
+from slipstream.weight_sync.server.answers import EngineState
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
 from tests.kit.traces import traced
-from weight_sync import publisher
-from weight_sync.fleet import decisions, fleet, member, server_publication, snapshots
-from weight_sync.publisher import Publisher, PublishError
-from weight_sync.server import cancellation, control
-from weight_sync.server.answers import EngineState
-from weight_sync.server.control import ServerControl
-from weight_sync.weights.snapshot import Snapshot
 
 T = TypeVar("T")
 

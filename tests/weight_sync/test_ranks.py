@@ -15,24 +15,24 @@ import pytest
 import torch
 import torch.distributed
 
-from protocol.config import RunConfig, WeightSyncSection
+from slipstream.protocol.config import RunConfig, WeightSyncSection
+from slipstream.weight_sync.fleet.snapshots import Snapshots
+from slipstream.weight_sync.ranks.channel import Call, StoreChannel
+from slipstream.weight_sync.ranks.follower import ShareFollower
+from slipstream.weight_sync.ranks.leader import FollowingRanks
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import StagedTransport, TransferError, build_transport
+from slipstream.weight_sync.transports.gpu import communicator
+from slipstream.weight_sync.transports.gpu.nccl_receiver import Manifest
+from slipstream.weight_sync.transports.receiver import Share
+from slipstream.weight_sync.vllm.engine.staged_engine import Staging
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.kit import config as run_config
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.ports import free_port
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooEnd, HttpEnd, NcclStagedEnd, StagedEnd
-from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.ranks.channel import Call, StoreChannel
-from weight_sync.ranks.follower import ShareFollower
-from weight_sync.ranks.leader import FollowingRanks
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import StagedTransport, TransferError, build_transport
-from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.nccl_receiver import Manifest
-from weight_sync.transports.receiver import Share
-from weight_sync.vllm.engine.staged_engine import Staging
-from weight_sync.weights.snapshot import Probe, Snapshot
 
 dist: Any = torch.distributed
 
@@ -302,7 +302,7 @@ def test_a_server_can_end_while_the_shares_of_ranks_that_hang_do_not_come() -> N
 async def test_shares_that_overlap_are_refused_by_the_tensor_s_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from weight_sync.vllm.engine.arrivals import Arrivals
+    from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
 
     async with connected("gloo", monkeypatch) as rig:
         sent = Snapshot(1, whole(1).items(), probe())

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from protocol.messages import ServerState
+from slipstream.protocol.messages import ServerState
+from slipstream.weight_sync.publisher import Publisher
 from tests.kit.sync import probe
 from tests.weight_sync.test_publisher import (
     World,
@@ -16,7 +17,6 @@ from tests.weight_sync.test_publisher import (
 from tests.weight_sync.test_publisher import (
     world as world,  # a fixture
 )
-from weight_sync.publisher import Publisher
 
 OTHER = "other-1"
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from protocol.config import RunConfig
-from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.proof import ProofMetrics, ServerProof
-from weight_sync.server.proof_rule import Floats
-from weight_sync.transports.base import TransferError
-from weight_sync.weights.snapshot import AdapterPayload, Snapshot
+from slipstream.protocol.config import RunConfig
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.proof import ProofMetrics, ServerProof
+from slipstream.weight_sync.server.proof_rule import Floats
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.weights.snapshot import AdapterPayload, Snapshot
 
 logger = logging.getLogger(__name__)
 

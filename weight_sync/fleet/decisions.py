@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.messages import ServerState
+from slipstream.protocol.messages import ServerState
 
 RETRY_PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0

@@ -11,12 +11,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from protocol.config import RunConfig
-from protocol.config.sections.sampling import keeps_mask, mask_logprobs
-from protocol.versions import SERVED_MODEL_NAME, parse
-from weight_sync.server.answers import EngineState, ServerFacts, serves_another_run
-from weight_sync.server.control import LOOK_TIMEOUT_S, ControlError, ServerControl
-from weight_sync.transports.registry import TRANSPORTS, backend
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.sections.sampling import keeps_mask, mask_logprobs
+from slipstream.protocol.versions import SERVED_MODEL_NAME, parse
+from slipstream.weight_sync.server.answers import EngineState, ServerFacts, serves_another_run
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ControlError, ServerControl
+from slipstream.weight_sync.transports.registry import TRANSPORTS, backend
 
 # The release whose routes and internals weight sync was built and tried with.
 TRIED_VERSION = "0.32.0"

@@ -14,18 +14,18 @@ from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Self
 
-from protocol import reasons
-from protocol.client import QueueClient, QueueError, QueueRefused
-from protocol.config import RunConfig
-from protocol.messages import Server, ServerState
-from weight_sync.fleet.decisions import Lag, Standing, find_lag
-from weight_sync.fleet.eligibility import Wanted
-from weight_sync.fleet.member import Member
-from weight_sync.fleet.publications import Publications, ServerMetrics
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Transport
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueClient, QueueError, QueueRefused
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.weight_sync.fleet.decisions import Lag, Standing, find_lag
+from slipstream.weight_sync.fleet.eligibility import Wanted
+from slipstream.weight_sync.fleet.member import Member
+from slipstream.weight_sync.fleet.publications import Publications, ServerMetrics
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.fleet.snapshots import Snapshots
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 

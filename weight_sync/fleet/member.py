@@ -22,19 +22,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from protocol.client import QueueRefused
-from protocol.messages import Proof, Server, ServerState
-from weight_sync.fleet.decisions import SILENT_STEPS, Standing, is_slow, patience_s, retry_pause_s
-from weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
-from weight_sync.fleet.publications import Publications, ServerMetrics
-from weight_sync.fleet.queue_status import Put, QueueReporter, Standstill, transport_to
-from weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
-from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.server.answers import EngineState
-from weight_sync.server.cancellation import shielded
-from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
-from weight_sync.server.proof import ProofFailed, Swapped
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.protocol.client import QueueRefused
+from slipstream.protocol.messages import Proof, Server, ServerState
+from slipstream.weight_sync.fleet.decisions import SILENT_STEPS, Standing, is_slow, patience_s, retry_pause_s
+from slipstream.weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
+from slipstream.weight_sync.fleet.publications import Publications, ServerMetrics
+from slipstream.weight_sync.fleet.queue_status import Put, QueueReporter, Standstill, transport_to
+from slipstream.weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
+from slipstream.weight_sync.fleet.snapshots import Snapshots
+from slipstream.weight_sync.server.answers import EngineState
+from slipstream.weight_sync.server.cancellation import shielded
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
+from slipstream.weight_sync.server.proof import ProofFailed, Swapped
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

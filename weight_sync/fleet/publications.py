@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from protocol import tracing
-from weight_sync.fleet.server_publication import Outcome
-from weight_sync.transports.base import Sent
+from slipstream.protocol import tracing
+from slipstream.weight_sync.fleet.server_publication import Outcome
+from slipstream.weight_sync.transports.base import Sent
 
 # Number of the newest counted publications to which slower servers are still added.
 _KEPT = 16

@@ -8,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from protocol.client import QueueError, QueueRefused
-from protocol.messages import PAUSED_BY_PERSON, Proof, Server, ServerState
-from weight_sync.server.answers import EngineState
-from weight_sync.transports.registry import of_backend
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.protocol.client import QueueError, QueueRefused
+from slipstream.protocol.messages import PAUSED_BY_PERSON, Proof, Server, ServerState
+from slipstream.weight_sync.server.answers import EngineState
+from slipstream.weight_sync.transports.registry import of_backend
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from weight_sync.weights.snapshot import Probe, Snapshot
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
 MAX_ON_THEIR_WAY = 2
 

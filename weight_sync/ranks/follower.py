@@ -15,10 +15,17 @@ import msgspec
 import numpy as np
 import torch
 
-from protocol.config import RunConfig, WeightSyncSection
-from weight_sync.ranks.channel import Answer, Call, Channel
-from weight_sync.transports.base import Sender, TransferError, build_sender, checked, local_host_towards, of_share
-from weight_sync.weights.snapshot import Probe, Snapshot
+from slipstream.protocol.config import RunConfig, WeightSyncSection
+from slipstream.weight_sync.ranks.channel import Answer, Call, Channel
+from slipstream.weight_sync.transports.base import (
+    Sender,
+    TransferError,
+    build_sender,
+    checked,
+    local_host_towards,
+    of_share,
+)
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from weight_sync.ranks.channel import Answer, Call, Channel
-from weight_sync.transports.base import Sender, Sent, TransferError
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.weight_sync.ranks.channel import Answer, Call, Channel
+from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from protocol import access
+from slipstream.protocol import access
 
 
 @dataclass(frozen=True)

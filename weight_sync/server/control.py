@@ -14,11 +14,11 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from protocol import client
-from protocol.codec import error_message
-from protocol.versions import HEADER, RUN_HEADER
-from weight_sync.server.answers import EngineState, ServerFacts, Staged, Swap, hint
-from weight_sync.server.cancellation import gather
+from slipstream.protocol import client
+from slipstream.protocol.codec import error_message
+from slipstream.protocol.versions import HEADER, RUN_HEADER
+from slipstream.weight_sync.server.answers import EngineState, ServerFacts, Staged, Swap, hint
+from slipstream.weight_sync.server.cancellation import gather
 
 ROOT = "/slipstream/adapters"
 RESUME_ATTEMPTS = 3
@@ -116,7 +116,7 @@ class ServerControl(AdapterRoutes):
 
         Args:
             timeout_s: Bound on each call, in seconds.
-            token: The token that the server's `weight_sync.vllm.guard` asks for, None without one.
+            token: The token that the server's `slipstream.weight_sync.vllm.guard` asks for, None without one.
             run_id: Returns the id of the calling run, which then owns the server; "" while it is not known.
         """
         self.url = url
@@ -249,7 +249,7 @@ class ServerControl(AdapterRoutes):
         return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Compare the live layers with the weights proven before the swap; see `weight_sync.vllm.routes`."""
+        """Compare the live layers with the weights proven before the swap; see `slipstream.weight_sync.vllm.routes`."""
         reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
         return reply
 

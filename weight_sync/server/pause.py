@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from weight_sync.server.cancellation import shielded
-from weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.cancellation import shielded
+from slipstream.weight_sync.server.control import ControlError, ServerControl
 
 # Seconds for which a server stays paused after its learner disappeared.
 LEASE_S = 15.0

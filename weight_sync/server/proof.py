@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.server.cancellation import gather_two
-from weight_sync.server.control import ControlError
-from weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge_engines
-from weight_sync.weights.snapshot import Probe, Snapshot
+from slipstream.weight_sync.server.cancellation import gather_two
+from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge_engines
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
 logger = logging.getLogger(__name__)
 

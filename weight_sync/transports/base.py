@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import gather, on_thread, shielded
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.registry import SEND_DELTAS, TRANSPORTS, of_backend
-from weight_sync.weights.delta_base import DeltaPath
-from weight_sync.weights.snapshot import Snapshot, SnapshotDamaged
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.cancellation import gather, on_thread, shielded
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.registry import SEND_DELTAS, TRANSPORTS, of_backend
+from slipstream.weight_sync.weights.delta_base import DeltaPath
+from slipstream.weight_sync.weights.snapshot import Snapshot, SnapshotDamaged
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.weights.manifest import Bucket, Manifest
+from slipstream.weight_sync.weights.manifest import Bucket, Manifest
 
 # Tensors by name, as in a checkpoint.
 Weights = dict[str, torch.Tensor]

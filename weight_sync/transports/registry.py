@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Transports that `weight_sync.delta` applies to.
 SEND_DELTAS = frozenset({"gloo", "http"})
 
-STAGED_ENGINE = "weight_sync.vllm.engine.staged_engine:StagedEngine"
+STAGED_ENGINE = "slipstream.weight_sync.vllm.engine.staged_engine:StagedEngine"
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,30 @@ class Ends:
 
 # The names are those of the setting.
 TRANSPORTS = {
-    "gloo": Ends("weight_sync.transports.gloo.sender:GlooSender", "weight_sync.transports.gloo.receiver:GlooReceiver"),
+    "gloo": Ends(
+        "slipstream.weight_sync.transports.gloo.sender:GlooSender",
+        "slipstream.weight_sync.transports.gloo.receiver:GlooReceiver",
+    ),
     "nccl": Ends(
-        "weight_sync.transports.gpu.nccl_sender:NcclTransport",
-        "weight_sync.vllm.engine.nccl_engine:NcclEngine",
+        "slipstream.weight_sync.transports.gpu.nccl_sender:NcclTransport",
+        "slipstream.weight_sync.vllm.engine.nccl_engine:NcclEngine",
         stages=False,
         replaces=True,
     ),
     "nccl_staged": Ends(
-        "weight_sync.transports.gpu.nccl_sender:NcclSender", "weight_sync.transports.gpu.nccl_receiver:NcclReceiver"
+        "slipstream.weight_sync.transports.gpu.nccl_sender:NcclSender",
+        "slipstream.weight_sync.transports.gpu.nccl_receiver:NcclReceiver",
     ),
     # vLLM's own engine of that name pickles, and loads in place.
     "ipc": Ends(
-        "weight_sync.transports.gpu.ipc:IpcSender", "weight_sync.transports.gpu.ipc:IpcReceiver", "slipstream_ipc"
+        "slipstream.weight_sync.transports.gpu.ipc:IpcSender",
+        "slipstream.weight_sync.transports.gpu.ipc:IpcReceiver",
+        "slipstream_ipc",
     ),
-    "http": Ends("weight_sync.transports.http.sender:HttpSender", "weight_sync.transports.http.receiver:HttpReceiver"),
+    "http": Ends(
+        "slipstream.weight_sync.transports.http.sender:HttpSender",
+        "slipstream.weight_sync.transports.http.receiver:HttpReceiver",
+    ),
 }
 
 

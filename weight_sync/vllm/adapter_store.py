@@ -18,7 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from protocol.versions import version_of
+from slipstream.protocol.versions import version_of
 
 # Prefix of the folder's name; the id of its process follows.
 PREFIX = "slipstream-adapters-"

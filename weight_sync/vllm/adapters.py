@@ -1,4 +1,6 @@
-"""Publishes adapters beside generation: `--middleware weight_sync.vllm.adapters.Adapters`, with `--enable-lora`.
+"""Publishes adapters during generation.
+
+`--enable-lora --middleware slipstream.weight_sync.vllm.adapters.Adapters` adds these routes:
 
     GET  /slipstream/adapters                             what is loaded, which one serves
     PUT  /slipstream/adapters/NAME?start=N&blake3=HEX     a chunk of the file, from byte N
@@ -22,15 +24,15 @@ from urllib.parse import parse_qs
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.versions import HEADER
-from weight_sync.vllm import engine_state
-from weight_sync.vllm.adapter_store import AdapterStore, StoreError
-from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import RouteError, status_of
-from weight_sync.vllm.engines import ask_workers
-from weight_sync.vllm.loaded_adapters import LoadedAdapters
-from weight_sync.vllm.middleware import body_of, bytes_of, problem
-from weight_sync.vllm.routes import given_logprobs, given_token_ids, read
+from slipstream.protocol.versions import HEADER
+from slipstream.weight_sync.vllm import engine_state
+from slipstream.weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
+from slipstream.weight_sync.vllm.engine_state import RouteError, status_of
+from slipstream.weight_sync.vllm.engines import ask_workers
+from slipstream.weight_sync.vllm.loaded_adapters import LoadedAdapters
+from slipstream.weight_sync.vllm.middleware import body_of, bytes_of, problem
+from slipstream.weight_sync.vllm.routes import given_logprobs, given_token_ids, read
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weight_sync.transports.http import chunks
-from weight_sync.transports.http.chunks import digest_of
-from weight_sync.transports.http.listener import Throttle
-from weight_sync.transports.http.staging import record_of
+from slipstream.weight_sync.transports.http import chunks
+from slipstream.weight_sync.transports.http.chunks import digest_of
+from slipstream.weight_sync.transports.http.listener import Throttle
+from slipstream.weight_sync.transports.http.staging import record_of
 
 Scope = MutableMapping[str, Any]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import LEASE_HEADER, EngineStatus, RouteError, status_of
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
+from slipstream.weight_sync.vllm.engine_state import LEASE_HEADER, EngineStatus, RouteError, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ async def end_of_swap(status: EngineStatus) -> bool:
 
 def _stages(engine: EngineClient) -> bool:
     """Return whether this server's transport changes the model by Slipstream's swap only."""
-    from weight_sync.transports.registry import TRANSPORTS, of_backend
+    from slipstream.weight_sync.transports.registry import TRANSPORTS, of_backend
 
     transfer = engine.vllm_config.weight_transfer_config
     name = of_backend(transfer.backend) if transfer is not None else None

@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 from starlette.types import Scope
 
-from protocol.versions import RUN_HEADER, RUN_ID
-from weight_sync.server.answers import serves_another_run
-from weight_sync.transports.http import chunks
-from weight_sync.vllm import guard
-from weight_sync.vllm.engine.contract import EngineClient
+from slipstream.protocol.versions import RUN_HEADER, RUN_ID
+from slipstream.weight_sync.server.answers import serves_another_run
+from slipstream.weight_sync.transports.http import chunks
+from slipstream.weight_sync.vllm import guard
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import RouteError, status_of
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
+from slipstream.weight_sync.vllm.engine_state import RouteError, status_of
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Answers(Generic[T]):
 
 
 async def ask_workers(engine: EngineClient, method: str, *args: Any) -> Answers[Any]:
-    """Call a method of all workers of all engines, which is any of `weight_sync.vllm.worker`.
+    """Call a method of all workers of all engines, which is any of `slipstream.weight_sync.vllm.worker`.
 
     Raises:
         RouteError: 500 if it raised in a worker; the text names the engine.

@@ -1,5 +1,6 @@
-"""Asks for a token on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8), and says
-which of vLLM's routes a run needs.
+"""Asks for a token on every route of vLLM's server (I8), and says which of vLLM's routes a run needs.
+
+`--middleware slipstream.weight_sync.vllm.guard.RequireToken` adds it.
 
 vLLM's own `--api-key` leaves its weight-transfer routes open to anyone who can reach the port. These need its
 development mode, which opens others besides: `/sleep`, `/collective_rpc`, and whatever the next release adds.
@@ -10,8 +11,8 @@ from __future__ import annotations
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol import access
-from weight_sync.transports.http import chunks
+from slipstream.protocol import access
+from slipstream.weight_sync.transports.http import chunks
 
 HEALTH = "/health"
 

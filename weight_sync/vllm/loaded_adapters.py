@@ -14,10 +14,10 @@ from typing import Any
 
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from protocol.versions import label_in
-from weight_sync.vllm.adapter_store import AdapterStore
-from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import RouteError, status_of
+from slipstream.protocol.versions import label_in
+from slipstream.weight_sync.vllm.adapter_store import AdapterStore
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
+from slipstream.weight_sync.vllm.engine_state import RouteError, status_of
 
 logger = logging.getLogger(__name__)
 

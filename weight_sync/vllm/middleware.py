@@ -1,7 +1,7 @@
-"""Adds Slipstream's routes and rules to vLLM's API process: `--middleware weight_sync.vllm.middleware.Slipstream`.
+"""Adds Slipstream's routes and rules to vLLM's API process: keeps the pause of a publication as a lease, closes the
+routes of vLLM that a run does not need, and fails every request at once when the engine must not generate any more.
 
-It answers `/slipstream/*`, keeps the pause of a publication as a lease, closes the routes of vLLM that a run does not
-need, and fails every request at once when the engine must not generate any more.
+`--middleware slipstream.weight_sync.vllm.middleware.Slipstream` adds it. Its routes are `/slipstream/*`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.log_lines import Repeated
-from weight_sync.transports.http import chunks
-from weight_sync.vllm import engine_state, guard
-from weight_sync.vllm.chunk_route import serve_chunks
-from weight_sync.vllm.control_rules import RULES
-from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
-from weight_sync.vllm.engines import ask_states
-from weight_sync.vllm.routes import ROUTES
+from slipstream.protocol.log_lines import Repeated
+from slipstream.weight_sync.transports.http import chunks
+from slipstream.weight_sync.vllm import engine_state, guard
+from slipstream.weight_sync.vllm.chunk_route import serve_chunks
+from slipstream.weight_sync.vllm.control_rules import RULES
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
+from slipstream.weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
+from slipstream.weight_sync.vllm.engines import ask_states
+from slipstream.weight_sync.vllm.routes import ROUTES
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import os
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.transports.registry import TRANSPORTS, backend
+from slipstream.weight_sync.transports.registry import TRANSPORTS, backend
 
 if TYPE_CHECKING:
-    from weight_sync.vllm.engine.contract import VllmConfig
+    from slipstream.weight_sync.vllm.engine.contract import VllmConfig
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -29,7 +29,7 @@ def register() -> None:
     `--weight-transfer-config '{"backend": NAME}'` then chooses an engine, which is imported when it is used. May be
     called again.
     """
-    from weight_sync.vllm.engine import engine_core
+    from slipstream.weight_sync.vllm.engine import engine_core
 
     engine_core.install_swap()
     quicken_cpu_start()

@@ -9,12 +9,12 @@ import asyncio
 import time
 from typing import Any
 
-from weight_sync.server.cancellation import gather_two
-from weight_sync.server.control import NO_ANSWER
-from weight_sync.vllm import control_rules, engines
-from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import EngineStatus, Handler, RouteError, status_of
-from weight_sync.vllm.engines import Answers, ask_states, ask_workers, label_of, reason_not_to_serve
+from slipstream.weight_sync.server.cancellation import gather_two
+from slipstream.weight_sync.server.control import NO_ANSWER
+from slipstream.weight_sync.vllm import control_rules, engines
+from slipstream.weight_sync.vllm.engine.contract import EngineClient
+from slipstream.weight_sync.vllm.engine_state import EngineStatus, Handler, RouteError, status_of
+from slipstream.weight_sync.vllm.engines import Answers, ask_states, ask_workers, label_of, reason_not_to_serve
 
 # Maximum sequences of a request, far more than a probe has.
 MAX_SEQUENCES = 64
@@ -131,7 +131,7 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
 
 
 async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `weight_sync.server.answers.EngineState`."""
+    """Return the fields of `slipstream.weight_sync.server.answers.EngineState`."""
     status = status_of(engine)
     refused = status.broken or reason_not_to_serve(engine)
     states = await _settled_states(engine, status) if refused is None else None

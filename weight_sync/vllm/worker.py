@@ -1,4 +1,4 @@
-"""Adds methods to each of vLLM's workers: `--worker-extension-cls weight_sync.vllm.worker.SlipstreamWorker`.
+"""Adds methods to each of vLLM's workers: `--worker-extension-cls slipstream.weight_sync.vllm.worker.SlipstreamWorker`.
 
 `weight_sync.vllm.engines.ask_workers` calls them, on the worker's own thread between two steps of the engine. vLLM
 refuses an extension with an attribute that the worker has, so every name begins with `slipstream_`.
@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weight_sync.vllm.engine import layer_proof, score_proof
-from weight_sync.vllm.engine.contract import ModelRunner, RecordsOfWorker
-from weight_sync.vllm.engine.layer_proof import Reading
-from weight_sync.vllm.engine.score_proof import put_under
+from slipstream.weight_sync.vllm.engine import layer_proof, score_proof
+from slipstream.weight_sync.vllm.engine.contract import ModelRunner, RecordsOfWorker
+from slipstream.weight_sync.vllm.engine.layer_proof import Reading
+from slipstream.weight_sync.vllm.engine.score_proof import put_under
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class AdapterMixin:
 
     def slipstream_read_adapter(self, which: tuple[str, int, str]) -> dict[str, Any]:
         """Begin to compare an adapter on this worker with its file. `slipstream_layers` returns the findings."""
-        from weight_sync.vllm.engine import adapter_proof
+        from slipstream.weight_sync.vllm.engine import adapter_proof
 
         name, _, folder = which
         copied = adapter_proof.copy_adapter_slots(self.model_runner, which)

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import torch
 
-from weight_sync.weights.delta_codec import Delta, apply, encode_delta
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.weight_sync.weights.delta_codec import Delta, apply, encode_delta
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 # Versions that a server may be behind and still get deltas.
 STEPS_KEPT = 8

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.manifest import Manifest
 
 Array = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weight_sync.weights.parts import Part
+from slipstream.weight_sync.weights.parts import Part
 
 ALIGNMENT = 64
 

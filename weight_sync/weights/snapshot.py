@@ -21,11 +21,11 @@ from blake3 import blake3
 from safetensors.torch import save
 from xxhash import xxh3_128_digest
 
-from protocol.versions import label_of, name_of
-from weight_sync.weights import device_copy
-from weight_sync.weights.checksum import checksum_of
-from weight_sync.weights.host_memory import HUGE, Reserve
-from weight_sync.weights.manifest import Manifest, Rows, check_distinct, unwrapped
+from slipstream.protocol.versions import label_of, name_of
+from slipstream.weight_sync.weights import device_copy
+from slipstream.weight_sync.weights.checksum import checksum_of
+from slipstream.weight_sync.weights.host_memory import HUGE, Reserve
+from slipstream.weight_sync.weights.manifest import Manifest, Rows, check_distinct, unwrapped
 
 LENGTH = 64
 WORDS = 2**16
@@ -44,7 +44,7 @@ class AdapterPayload:
     """An adapter as it travels.
 
     Attributes:
-        name: Run, version and digest, as `protocol.versions.name_of` joins them.
+        name: Run, version and digest, as `slipstream.protocol.versions.name_of` joins them.
         file: Content of `adapter_model.safetensors`.
         config: Content of `adapter_config.json`.
         digest: `adapter_digest` of both.

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from protocol.config.sections.base import CountOrZero, Section, is_number, setting, toml_value
-from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS, TIED_TO
+from slipstream.protocol.config.sections.base import CountOrZero, Section, is_number, setting, toml_value
+from slipstream.protocol.config.sections.presets import PRESETS, SET_BY_PRESETS, TIED_TO
 
 # The objectives with a clip: they read clip_low, clip_high and delta.
 CLIPPED = ("ppo_clip", "gspo", "sequence_clip")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.config.sections.base import Count, CountOrZero, Section, setting
+from slipstream.protocol.config.sections.base import Count, CountOrZero, Section, setting
 
 Gpus = int | Literal["auto"]
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.config.sections.algorithm import AlgorithmSection
-from protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
+from slipstream.protocol.config.sections.algorithm import AlgorithmSection
+from slipstream.protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
 
 OptimiserName = Literal[
     "adamw_torch_fused",

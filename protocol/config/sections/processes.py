@@ -9,8 +9,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import AfterValidator, field_validator
 
-from protocol.addresses import split_urls
-from protocol.config.sections.base import (
+from slipstream.protocol.addresses import split_urls
+from slipstream.protocol.config.sections.base import (
     WILDCARDS,
     Bytes,
     Count,

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
+from slipstream.protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
 
 
 class RolloutSection(Section):

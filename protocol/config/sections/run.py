@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.addresses import McpServerAddress, checked_url, mcp_server
-from protocol.config.sections.base import CountOrZero, Seconds, Section, setting
+from slipstream.protocol.addresses import McpServerAddress, checked_url, mcp_server
+from slipstream.protocol.config.sections.base import CountOrZero, Seconds, Section, setting
 
 
 class RunSection(Section):

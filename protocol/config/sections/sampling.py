@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from protocol.config.sections import RolloutSection
+from slipstream.protocol.config.sections import RolloutSection
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.addresses import checked_url
-from protocol.config.sections.base import (
+from slipstream.protocol.addresses import checked_url
+from slipstream.protocol.config.sections.base import (
     WILDCARDS,
     Bytes,
     Count,

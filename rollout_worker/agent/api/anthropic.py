@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from rollout_worker.agent.api.anthropic_request import BlockReader, input_of, read_message_parameters
-from rollout_worker.agent.api.base import Answered, Finish, Reading, ReplyChoice, Request, as_object, event
-from rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.anthropic_request import BlockReader, input_of, read_message_parameters
+from slipstream.rollout_worker.agent.api.base import Answered, Finish, Reading, ReplyChoice, Request, as_object, event
+from slipstream.rollout_worker.agent.api.messages import ApiError
 
 # Clients send it back with the thinking; some leave out thinking without one. Nothing is signed here.
 _SIGNATURE = "unsigned"

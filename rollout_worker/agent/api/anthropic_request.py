@@ -11,10 +11,17 @@ from typing import Any
 
 import msgspec
 
-from rollout_worker.agent.api.base import Reading
-from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, MessageReader, order_faults, read_text
-from rollout_worker.agent.api.request import MAX_MESSAGES, READ_PARAMETERS, Asked, read_parameters
-from rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.agent.api.base import Reading
+from slipstream.rollout_worker.agent.api.messages import (
+    ApiErrorKind,
+    Call,
+    ChatMessage,
+    MessageReader,
+    order_faults,
+    read_text,
+)
+from slipstream.rollout_worker.agent.api.request import MAX_MESSAGES, READ_PARAMETERS, Asked, read_parameters
+from slipstream.rollout_worker.tools.argument_text import short
 
 # The key of a tool's input that holds arguments which are no JSON object, as Anthropic's API has it.
 INVALID_JSON = "INVALID_JSON"

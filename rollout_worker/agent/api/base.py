@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from protocol.config import RolloutSection
-from rollout_worker.agent.api.messages import ApiError, ChatMessage
-from rollout_worker.agent.api.request import Asked
+from slipstream.protocol.config import RolloutSection
+from slipstream.rollout_worker.agent.api.messages import ApiError, ChatMessage
+from slipstream.rollout_worker.agent.api.request import Asked
 
 
 @dataclass(frozen=True, slots=True)

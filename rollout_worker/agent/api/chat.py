@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from rollout_worker.agent.api.base import Answered, Reading, ReplyChoice, Request, event, logprobs_of
-from rollout_worker.agent.api.messages import Call, read_messages
-from rollout_worker.agent.api.request import read_parameters
+from slipstream.rollout_worker.agent.api.base import Answered, Reading, ReplyChoice, Request, event, logprobs_of
+from slipstream.rollout_worker.agent.api.messages import Call, read_messages
+from slipstream.rollout_worker.agent.api.request import read_parameters
 
 
 class ChatApi:

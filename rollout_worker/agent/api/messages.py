@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_worker.chat.parsers.base import Message
-from rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.tools.argument_text import short
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from protocol.config import RolloutSection
-from rollout_worker.agent.api.messages import ApiError, ApiErrorKind, refusal
-from rollout_worker.agent.api.request import Asked, read_parameters
+from slipstream.protocol.config import RolloutSection
+from slipstream.rollout_worker.agent.api.messages import ApiError, ApiErrorKind, refusal
+from slipstream.rollout_worker.agent.api.request import Asked, read_parameters
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "response_format")
 _FLAGS = {"echo": False, "return_token_ids": False, "add_special_tokens": True, "skip_special_tokens": True}

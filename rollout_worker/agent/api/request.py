@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from protocol.config import RolloutSection
-from protocol.config.sections.sampling import StructuredOutputs, keeps_mask
-from protocol.config.text import nearest
-from rollout_worker.agent.api.messages import MAX_FAULTS, ApiError, ApiErrorKind, refusal
-from rollout_worker.tools.base import NAME
+from slipstream.protocol.config import RolloutSection
+from slipstream.protocol.config.sections.sampling import StructuredOutputs, keeps_mask
+from slipstream.protocol.config.text import nearest
+from slipstream.rollout_worker.agent.api.messages import MAX_FAULTS, ApiError, ApiErrorKind, refusal
+from slipstream.rollout_worker.tools.base import NAME
 
 # OpenAI's bound on the number of tools.
 MAX_TOOLS = 128

@@ -9,10 +9,18 @@ from typing import Any
 
 import msgspec
 
-from rollout_worker.agent.api.base import Answered, Reading, ReplyChoice, Request, as_object, event, logprobs_of
-from rollout_worker.agent.api.messages import ApiError, ApiErrorKind, ChatMessage
-from rollout_worker.agent.api.responses_request import InputReader, instructions_of, read_response_parameters
-from rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.agent.api.base import (
+    Answered,
+    Reading,
+    ReplyChoice,
+    Request,
+    as_object,
+    event,
+    logprobs_of,
+)
+from slipstream.rollout_worker.agent.api.messages import ApiError, ApiErrorKind, ChatMessage
+from slipstream.rollout_worker.agent.api.responses_request import InputReader, instructions_of, read_response_parameters
+from slipstream.rollout_worker.tools.argument_text import short
 
 # Fields of a request that its answer repeats, and their defaults.
 _REPEATED: Mapping[str, Any] = {

@@ -9,10 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_worker.agent.api.base import Reading
-from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, MessageReader, order_faults, read_text
-from rollout_worker.agent.api.request import MAX_MESSAGES, Asked, read_parameters
-from rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.agent.api.base import Reading
+from slipstream.rollout_worker.agent.api.messages import (
+    ApiErrorKind,
+    Call,
+    ChatMessage,
+    MessageReader,
+    order_faults,
+    read_text,
+)
+from slipstream.rollout_worker.agent.api.request import MAX_MESSAGES, Asked, read_parameters
+from slipstream.rollout_worker.tools.argument_text import short
 
 # What a request may ask to be included. What is about tools that are not here changes nothing.
 _LOGPROBS = "message.output_text.logprobs"

@@ -4,8 +4,8 @@ To add one, write a `Notation`, or a `Parser` for a notation of whole turns, in 
 here. `auto` tries the notations in this order on a call that the template wrote.
 """
 
-from rollout_worker.chat.parsers import json_calls, literal_calls, tagged_calls
-from rollout_worker.chat.parsers.base import Before, Notation, Parser, Scan, Thought
+from slipstream.rollout_worker.chat.parsers import json_calls, literal_calls, tagged_calls
+from slipstream.rollout_worker.chat.parsers.base import Before, Notation, Parser, Scan, Thought
 
 NOTATIONS: dict[str, Notation] = {
     "hermes": json_calls.HERMES,

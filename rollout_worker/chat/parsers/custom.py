@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError
-from rollout_worker.chat.parsers.base import (
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parsers.base import (
     MAX_CALLS,
     REASONING_FIELDS,
     Before,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rollout_worker.chat.parsers.base import (
+from slipstream.rollout_worker.chat.parsers.base import (
     Call,
     CallFinder,
     Calls,

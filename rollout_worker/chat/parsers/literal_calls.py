@@ -13,7 +13,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_worker.chat.parsers.base import CallFinder, Calls, ToolCall, Unreadable, encodable, malformed, skip_space
+from slipstream.rollout_worker.chat.parsers.base import (
+    CallFinder,
+    Calls,
+    ToolCall,
+    Unreadable,
+    encodable,
+    malformed,
+    skip_space,
+)
 
 _DEEPEST = 64
 

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout_worker.chat.parsers.base import (
+from slipstream.rollout_worker.chat.parsers.base import (
     Before,
     Call,
     CallFinder,

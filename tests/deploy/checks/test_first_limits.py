@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks.first_limits import choose
-from protocol.config import RunConfig
-from rollout_worker.task.task import Task
+from slipstream.deploy.checks.first_limits import choose
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_worker.task.task import Task
 from tests.kit import config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE, save_model_folder
 from tests.kit.worker import multiply

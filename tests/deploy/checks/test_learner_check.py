@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy.checks import preflight
-from protocol.config import ConfigError, RunConfig
+from slipstream.deploy.checks import preflight
+from slipstream.protocol.config import ConfigError, RunConfig
 
 
 def config_of(**sections: Any) -> RunConfig:
@@ -31,7 +31,9 @@ def config_of(**sections: Any) -> RunConfig:
 )
 def test_what_cannot_be_made_is_refused(sections: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "load_in_4bit" not in sections.get("model", {})
-    monkeypatch.setattr("learner.model.adapter.find_spec", lambda name: None if missing else find_spec("torch"))
+    monkeypatch.setattr(
+        "slipstream.learner.model.adapter.find_spec", lambda name: None if missing else find_spec("torch")
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=says):
         preflight.check_learner(config_of(**sections))
@@ -39,7 +41,7 @@ def test_what_cannot_be_made_is_refused(sections: dict[str, Any], says: str, mon
 
 def test_the_defaults_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is imported for them: every start would take the longer."""
-    from learner.training import optimiser
+    from slipstream.learner.training import optimiser
 
     monkeypatch.setattr(optimiser, "check_optimiser", lambda section: pytest.fail("looked at"))
     preflight.check_learner(config_of())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks.learning_rates import TABLE, find_unusual_rate, parameters_of, usual_rates
-from protocol.config import ModelSection
+from slipstream.deploy.checks.learning_rates import TABLE, find_unusual_rate, parameters_of, usual_rates
+from slipstream.protocol.config import ModelSection
 from tests.kit import config
 
 DOCS = Path(__file__).parents[3] / "docs" / "training.md"

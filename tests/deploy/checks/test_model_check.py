@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from deploy.checks import model_check, preflight
-from protocol import checkpoints
-from protocol.config import ConfigError, load
+from slipstream.deploy.checks import model_check, preflight
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, load
 from tests.kit import config
 
 

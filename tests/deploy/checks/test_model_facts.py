@@ -11,10 +11,10 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 
-from deploy.checks.model_facts import facts
-from deploy.commands import setup
-from protocol.config import load
-from rollout_worker.vision.processor import FAMILIES
+from slipstream.deploy.checks.model_facts import facts
+from slipstream.deploy.commands import setup
+from slipstream.protocol.config import load
+from slipstream.rollout_worker.vision.processor import FAMILIES
 
 
 def told(run_file: Path, *overrides: str) -> dict[str, str]:
@@ -131,7 +131,7 @@ def test_what_a_run_asks_of_its_model_beside_text(run_file: Path) -> None:
 
 
 def test_what_a_model_says_of_its_arithmetic_stays_in_the_small_one(run_file: Path) -> None:
-    from deploy.checks.small_model import small
+    from slipstream.deploy.checks.small_model import small
 
     large = tf.Gemma2Config(final_logit_softcapping=11.0, hidden_activation="silu", rope_theta=7.0)
     found = small(large)

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy.checks import learning_rates, preflight
-from deploy.run.run_directory import resolved
-from deploy.servers.model_shape import ModelShape
-from deploy.servers.probes import check_port, looks_like
-from protocol import checkpoints
-from protocol.config import ConfigError, load
+from slipstream.deploy.checks import learning_rates, preflight
+from slipstream.deploy.run.run_directory import resolved
+from slipstream.deploy.servers.model_shape import ModelShape
+from slipstream.deploy.servers.probes import check_port, looks_like
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK
 from tests.deploy.stage import ANSWERING, until
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, save_model_folder
@@ -61,7 +61,7 @@ def test_a_cpu_s_servers_are_judged_with_the_type_that_they_will_have(
     judged = list[str]()
     monkeypatch.setattr(preflight.cpu_build, "check_served", lambda config, facts: judged.append(config.model.dtype))
     for unit in ("AMX", None):
-        monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda unit=unit: unit)
+        monkeypatch.setattr("slipstream.protocol.config.machine.bfloat16_unit", lambda unit=unit: unit)
         monkeypatch.setattr(preflight.devices, "bfloat16_unit", lambda unit=unit: unit)
         config = load(run_file, ["--model.path", str(folder)])
         preflight.check_run(config, resume=False)
@@ -216,7 +216,7 @@ def test_space_for_checkpoints(
 
 
 AGENT = """
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 async def agent(endpoint, prompt):
     return 1.0
@@ -254,8 +254,11 @@ OURS = Path("/runs/mine/run.toml")
 @pytest.mark.parametrize(
     ("command", "likeness"),
     [
-        (["python", "-P", "-m", "deploy.cli", "queue", str(OURS)], "the queue of an earlier start of this run"),
-        (["python", "-m", "deploy.cli", "queue", "/runs/other/run.toml"], "the queue of another run"),
+        (
+            ["python", "-P", "-m", "slipstream.deploy.cli", "queue", str(OURS)],
+            "the queue of an earlier start of this run",
+        ),
+        (["python", "-m", "slipstream.deploy.cli", "queue", "/runs/other/run.toml"], "the queue of another run"),
         (["python", "/venv/bin/slipstream", "queue", "run.toml"], "the queue of another run"),
         (["python", "-m", "vllm.entrypoints.openai.api_server", "--port", "1"], "a vLLM server of an earlier start"),
         (["python", "/venv/bin/vllm", "serve"], "a vLLM server of an earlier start"),
@@ -270,8 +273,8 @@ def test_an_old_queue_or_server_is_known_by_its_command(command: list[str], like
 def test_trackers_the_hub_and_callbacks_are_looked_at_before_anything_starts(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from learner.checkpoints import uploads
-    from learner.report import trackers
+    from slipstream.learner.checkpoints import uploads
+    from slipstream.learner.report import trackers
 
     monkeypatch.setattr(trackers.Tracker, "is_installed", lambda tracker: False)
     with pytest.raises(

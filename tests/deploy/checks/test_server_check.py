@@ -14,14 +14,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from deploy.checks import preflight
-from protocol.config import ConfigError, load
+from slipstream.deploy.checks import preflight
+from slipstream.protocol.config import ConfigError, load
+from slipstream.weight_sync.fleet.eligibility import Wanted, judge
+from slipstream.weight_sync.server.answers import ServerFacts
 from tests.deploy.conftest import TASK
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
 from tests.kit.ports import free_port
-from weight_sync.fleet.eligibility import Wanted, judge
-from weight_sync.server.answers import ServerFacts
 
 GOOD = ServerFacts(
     version="0.32.0",

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks import task_check
-from protocol.config import ConfigError, load
-from rollout_worker.task.task import Task
+from slipstream.deploy.checks import task_check
+from slipstream.protocol.config import ConfigError, load
+from slipstream.rollout_worker.task.task import Task
 from tests.kit.fake_pooling import FakePooling
 from tests.kit.ports import free_port
 

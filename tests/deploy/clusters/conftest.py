@@ -28,7 +28,7 @@ runpy.run_module("tests.kit.fake_vllm", run_name="__main__")
 # It is done once a server and all workers have come and nothing holds it back; at SIGTERM it writes a checkpoint.
 LEARNER = """
 import asyncio, os, signal, sys, time
-from protocol.client import QueueClient
+from slipstream.protocol.client import QueueClient
 
 def run(config, queue_url, resume, take_over):
     def stop(number, frame):

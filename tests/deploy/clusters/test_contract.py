@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.clusters import ray
-from deploy.clusters.slurm_job import SlurmJob
-from deploy.run.engine import ThisMachine
-from deploy.run.processes import Child, Children, Program
-from protocol import access
-from protocol.config import load
+from slipstream.deploy.clusters import ray
+from slipstream.deploy.clusters.slurm_job import SlurmJob
+from slipstream.deploy.run.engine import ThisMachine
+from slipstream.deploy.run.processes import Child, Children, Program
+from slipstream.protocol import access
+from slipstream.protocol.config import load
 from tests.deploy.stage import until
 from tests.kit.ray import RayNodes
 from tests.kit.slurm import SlurmCluster
@@ -86,7 +86,7 @@ def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.M
 
 TELLS = """
 import os, time
-from protocol import access
+from slipstream.protocol import access
 print("up", access.given_token(), os.environ["OWN"], flush=True)
 time.sleep(300)
 """

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.clusters import helm, kubernetes
-from protocol.config import load
+from slipstream.deploy.clusters import helm, kubernetes
+from slipstream.protocol.config import load
 
 Render = Callable[[Path, dict[str, Any]], list[dict[str, Any]]]
 

@@ -19,10 +19,10 @@ import pytest
 import typer
 import yaml
 
-from deploy.cli import app
-from deploy.clusters import kubernetes
-from protocol import access
-from protocol.config import ConfigError, load
+from slipstream.deploy.cli import app
+from slipstream.deploy.clusters import kubernetes
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError, load
 from tests.deploy.typed import output
 from tests.kit.config import config
 from tests.kit.queue import serving

@@ -17,9 +17,9 @@ from statistics import mean
 
 import pytest
 
-from deploy.clusters import slurm
-from protocol import checkpoints
-from protocol.config import load
+from slipstream.deploy.clusters import slurm
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import load
 from tests.deploy.clusters.conftest import SECRET
 from tests.deploy.typed import Typed, output
 from tests.kit.ports import free_port

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import checkpoints
+from slipstream.protocol import checkpoints
 from tests.deploy.typed import Typed
 from tests.nights.audit import of_files
 
@@ -30,9 +30,9 @@ def of_run(folder: Path) -> dict[int, tuple[str, str]]:
         words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
         if words[:1] == ["srun"] or str(folder) not in str([*words, environment.get("PYTHONPATH")]):
             continue
-        if words[1:4] == ["-P", "-m", "deploy.cli"] and words[4] != "up":
+        if words[1:4] == ["-P", "-m", "slipstream.deploy.cli"] and words[4] != "up":
             found[process.pid] = (words[4], environment.get("RANK", "0"))
-        elif words[1:5] == ["-P", "-m", "learner", "--rank"]:
+        elif words[1:5] == ["-P", "-m", "slipstream.learner", "--rank"]:
             found[process.pid] = ("learner", environment["RANK"])
     return found
 

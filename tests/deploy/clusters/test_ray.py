@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.clusters import ray
-from deploy.clusters.roles import Node, Resources
-from deploy.run.processes import Program
-from protocol.config import ConfigError, load
+from slipstream.deploy.clusters import ray
+from slipstream.deploy.clusters.roles import Node, Resources
+from slipstream.deploy.run.processes import Program
+from slipstream.protocol.config import ConfigError, load
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import until
 from tests.deploy.typed import SMALL, Typed, output, read_until

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.clusters import slurm, slurm_job
-from deploy.clusters.following import Stops
-from deploy.run.process_keeper import RunFailed
-from protocol.config import ConfigError, load
+from slipstream.deploy.clusters import slurm, slurm_job
+from slipstream.deploy.clusters.following import Stops
+from slipstream.deploy.run.process_keeper import RunFailed
+from slipstream.protocol.config import ConfigError, load
 from tests.deploy.conftest import run_directory, save_ledger
 from tests.deploy.stage import until
 from tests.deploy.typed import SMALL, Typed, output, read_until

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.clusters import slurm, slurm_job
-from deploy.run.run_directory import held_alone
-from protocol.config import ConfigError, load
+from slipstream.deploy.clusters import slurm, slurm_job
+from slipstream.deploy.run.run_directory import held_alone
+from slipstream.protocol.config import ConfigError, load
 from tests.deploy.conftest import save_ledger
 from tests.deploy.stage import until
 from tests.deploy.typed import Typed, output, read_until

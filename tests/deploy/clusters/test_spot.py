@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import access
-from protocol.config import load
+from slipstream.protocol import access
+from slipstream.protocol.config import load
 from tests.deploy.clusters.conftest import SECRET
 from tests.deploy.typed import Typed, output
 from tests.kit.ports import free_port

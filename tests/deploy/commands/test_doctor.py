@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.commands import setup
-from protocol.config import load
-from rollout_queue import store as stores
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store.changes import Changes
+from slipstream.deploy.commands import setup
+from slipstream.protocol.config import load
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store.changes import Changes
 from tests.deploy.conftest import save_checkpoint
 from tests.kit.ports import free_port
 from tests.kit.postgres import cluster
@@ -92,7 +92,7 @@ def test_a_taken_port_is_told_with_its_holder(run_file: Path, capsys: pytest.Cap
 def test_the_model_is_judged_with_the_type_that_a_start_chooses(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: "AMX")
+    monkeypatch.setattr("slipstream.protocol.config.machine.bfloat16_unit", lambda: "AMX")
     monkeypatch.setattr(setup.model_facts, "facts", lambda config: [("model", config.model.dtype)])
     monkeypatch.setattr(setup, "on_cpu", lambda: True)
     folder = run_file.parent / "of bfloat16"

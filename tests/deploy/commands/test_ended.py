@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deploy import cli
-from deploy.commands.ended import EndedRun, find, render_ended
-from deploy.run.run_directory import write_resolved
-from protocol import checkpoints, history
-from protocol.config import RunConfig, load
-from protocol.messages import ServerState
-from protocol.status import Cause, Status
-from rollout_queue.observe.history import History
-from rollout_queue.store.base import hold_lock_file
+from slipstream.deploy import cli
+from slipstream.deploy.commands.ended import EndedRun, find, render_ended
+from slipstream.deploy.run.run_directory import write_resolved
+from slipstream.protocol import checkpoints, history
+from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import Cause, Status
+from slipstream.rollout_queue.observe.history import History
+from slipstream.rollout_queue.store.base import hold_lock_file
 from tests.deploy.commands.test_report import rollout
 from tests.kit.ports import free_port
 from tests.kit.status import server, status
@@ -205,7 +205,7 @@ def test_a_watch_of_a_run_that_is_over_shows_its_end_at_once(
 ) -> None:
     stepped(config, 9)
     summed_up(config, 9)
-    monkeypatch.setattr("deploy.commands.status._MAX_AWAY_S", 1e9)
+    monkeypatch.setattr("slipstream.deploy.commands.status._MAX_AWAY_S", 1e9)
     run(monkeypatch, "status", run_file, "--watch")
     assert "9 of 100 steps made, reward 0.250" in " ".join(capsys.readouterr().out.split())
 

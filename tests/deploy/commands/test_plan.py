@@ -14,16 +14,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.commands import probe as commands_probe
-from deploy.planning import probe
-from deploy.planning.advice import Plan, plan, with_counts
-from deploy.planning.rates import Record, read_record
-from deploy.planning.serving import Curve
-from protocol import history
-from protocol.config import ConfigError, to_toml
-from protocol.history import PageData
-from protocol.status import Limit
+from slipstream.deploy.cli import app
+from slipstream.deploy.commands import probe as commands_probe
+from slipstream.deploy.planning import probe
+from slipstream.deploy.planning.advice import Plan, plan, with_counts
+from slipstream.deploy.planning.rates import Record, read_record
+from slipstream.deploy.planning.serving import Curve
+from slipstream.protocol import history
+from slipstream.protocol.config import ConfigError, to_toml
+from slipstream.protocol.history import PageData
+from slipstream.protocol.status import Limit
 from tests.kit.config import config
 from tests.kit.learner import status
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli
-from protocol.config import load
-from rollout_queue import service
-from rollout_queue import store as stores
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteReader
+from slipstream.deploy import cli
+from slipstream.protocol.config import load
+from slipstream.rollout_queue import service
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.sqlite import SqliteReader
 from tests.deploy.conftest import save_checkpoint
 from tests.kit.postgres import cluster
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.commands import report
-from protocol import history
-from protocol.config import ConfigError
-from protocol.history import PageData
-from protocol.status import LearnerStatus, Limit
-from rollout_queue.observe.history import History
+from slipstream.deploy.commands import report
+from slipstream.protocol import history
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.history import PageData
+from slipstream.protocol.status import LearnerStatus, Limit
+from slipstream.rollout_queue.observe.history import History
 from tests.kit.status import status
 
 HOSTILE = "</script><script>alert(1)</script><!-- \x1b[31m \u2028"

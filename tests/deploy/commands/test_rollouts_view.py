@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI, Response
 from rich.console import Console
 
-from deploy.commands.rollouts import FILE_NAME, Wanted, find, follow, print_followed, render
-from protocol import access
-from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError
-from protocol.rollouts import RolloutView
+from slipstream.deploy.commands.rollouts import FILE_NAME, Wanted, find, follow, print_followed, render
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient, QueueError
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.rollouts import RolloutView
 from tests.kit.ports import free_port
 from tests.kit.queue import listening
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from deploy.commands.status import of_run, render
-from protocol.config import ConfigError
-from protocol.messages import ServerState
-from protocol.status import (
+from slipstream.deploy.commands.status import of_run, render
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import (
     Cause,
     ConnectionStatus,
     Evaluation,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy import cli
-from deploy.commands import summary
-from deploy.commands.summary import RunSummary
-from protocol import history
-from protocol.messages import ServerState
-from protocol.status import LearnerStatus, Stall, Status
-from rollout_queue.observe.history import History
+from slipstream.deploy import cli
+from slipstream.deploy.commands import summary
+from slipstream.deploy.commands.summary import RunSummary
+from slipstream.protocol import history
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import LearnerStatus, Stall, Status
+from slipstream.rollout_queue.observe.history import History
 from tests.kit.status import server, status, worker
 
 STEP_S = 10.0

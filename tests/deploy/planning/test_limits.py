@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.planning.advice import limit_inputs, plan, with_counts
-from deploy.planning.rates import EpisodeTimes, PublicationTimes, Rates
-from deploy.planning.serving import Curve
-from deploy.planning.simulation import Simulation
-from protocol.config import RunConfig
-from rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of
+from slipstream.deploy.planning.advice import limit_inputs, plan, with_counts
+from slipstream.deploy.planning.rates import EpisodeTimes, PublicationTimes, Rates
+from slipstream.deploy.planning.serving import Curve
+from slipstream.deploy.planning.simulation import Simulation
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of
 from tests.kit.config import config
 
 STEPS = 40

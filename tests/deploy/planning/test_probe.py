@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from deploy.planning import probe
-from deploy.planning.probe import Shape
-from deploy.planning.serving import Curve
-from protocol.config import ConfigError
+from slipstream.deploy.planning import probe
+from slipstream.deploy.planning.probe import Shape
+from slipstream.deploy.planning.serving import Curve
+from slipstream.protocol.config import ConfigError
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from deploy.planning import simulation
-from deploy.planning.advice import OWN, plan
-from deploy.planning.calibration import calibrated, sharing_cores
-from deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
-from deploy.planning.serving import Curve, SimulatedServer
-from deploy.planning.simulation import Prediction, Simulation
+from slipstream.deploy.planning import simulation
+from slipstream.deploy.planning.advice import OWN, plan
+from slipstream.deploy.planning.calibration import calibrated, sharing_cores
+from slipstream.deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
+from slipstream.deploy.planning.serving import Curve, SimulatedServer
+from slipstream.deploy.planning.simulation import Prediction, Simulation
 from tests.kit.config import config
 
 # Groups of 4 episodes of 20 tokens, 4 groups a step: 320 tokens a step.

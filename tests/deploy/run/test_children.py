@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.run import processes
-from deploy.run.processes import MAX_LINE, Child, Children, Program, describe_end
+from slipstream.deploy.run import processes
+from slipstream.deploy.run.processes import MAX_LINE, Child, Children, Program, describe_end
 from tests.deploy.stage import until
 
 
@@ -172,7 +172,7 @@ async def test_a_child_that_stays_is_killed_after_the_grace_where_the_supervisor
 async def test_a_guard_that_stands_still_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.run.processes.KILLED_WITHIN_S", 0.5)
+    monkeypatch.setattr("slipstream.deploy.run.processes.KILLED_WITHIN_S", 0.5)
     with Children(grace_s=1) as children:
         await run_to_its_end(tmp_path, "exit", children)
         guard = psutil.Process(children.guard.pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.run.first_error import first_error
+from slipstream.deploy.run.first_error import first_error
 
 # A model folder without weights: the worker's error is logged among the lines of two other processes.
 NO_WEIGHTS = """\
@@ -106,7 +106,7 @@ def test_the_root_of_what_went_wrong(log: str, first: str | None) -> None:
 
 def test_a_warning_that_the_process_outlived_is_not_the_error() -> None:
     lines = [
-        "2026-11-21 16:30:04,657 WARNING learner.report.progress: worker-0: reward right: KeyError: 'oops'",
+        "2026-11-21 16:30:04,657 WARNING slipstream.learner.report.progress: worker-0: reward right: KeyError: 'oops'",
         "slipstream: the first 16 groups failed: reward right: KeyError: 'oops'",
     ]
     assert first_error(lines) == lines[1]

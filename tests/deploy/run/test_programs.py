@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run import processes
-from deploy.run.processes import Children, Program
-from protocol.config import load
+from slipstream.deploy.run import processes
+from slipstream.deploy.run.processes import Children, Program
+from slipstream.protocol.config import load
 from tests.deploy.stage import until
 
 RUN_FILE = Path("/the run/run.toml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.run.process_keeper import (
+from slipstream.deploy.run.process_keeper import (
     MAX_PAUSE_S,
     STEADY_AFTER_S,
     TAKEN_OVER,
@@ -15,8 +15,8 @@ from deploy.run.process_keeper import (
     RestartPolicy,
     Verdict,
 )
-from deploy.run.processes import ProcessKind
-from learner.ranks.liveness import RANK_LOST
+from slipstream.deploy.run.processes import ProcessKind
+from slipstream.learner.ranks.liveness import RANK_LOST
 
 RESUME = "go on"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run import run_directory
-from protocol.config import ConfigError, RunConfig, load
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteReader, SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.deploy.run import run_directory
+from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.sqlite import SqliteReader, SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.conftest import save_checkpoint
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run.terminal import SAY_EVERY_S, Terminal, Wait, line
+from slipstream.deploy.run.terminal import SAY_EVERY_S, Terminal, Wait, line
 from tests.deploy.stage import LIMIT_S, Stage, until
 
 
@@ -44,7 +44,7 @@ async def test_it_wakes_only_while_somebody_is_waited_for(monkeypatch: pytest.Mo
     told = asyncio.Event()
     with Terminal() as terminal:
         monkeypatch.setattr(terminal, "tell", told.set)
-        monkeypatch.setattr("deploy.run.terminal.DRAW_EVERY_S", 0.0)
+        monkeypatch.setattr("slipstream.deploy.run.terminal.DRAW_EVERY_S", 0.0)
         telling = asyncio.create_task(terminal.keep_telling())
         for _ in range(5):
             await asyncio.sleep(0)

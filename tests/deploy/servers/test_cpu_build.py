@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from deploy.servers import cpu_build, vllm_server
-from protocol.config import ConfigError, load
+from slipstream.deploy.servers import cpu_build, vllm_server
+from slipstream.protocol.config import ConfigError, load
 
 GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 YARN = {"rope_type": "yarn", "factor": 32.0}

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy.servers import cpu_settings, vllm_server
-from deploy.servers.cpu_settings import GIB, Model, budget, model_of
-from protocol.config import ConfigError, RunConfig, load
+from slipstream.deploy.servers import cpu_settings, vllm_server
+from slipstream.deploy.servers.cpu_settings import GIB, Model, budget, model_of
+from slipstream.protocol.config import ConfigError, RunConfig, load
 from tests.kit.config import config
 
 QWEN3_06B = {

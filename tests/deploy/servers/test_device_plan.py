@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.servers import device_plan, gpu_memory
-from deploy.servers.device_plan import DevicePlan
-from deploy.servers.gpu_memory import ServerBytes
-from deploy.servers.model_shape import ModelShape
-from deploy.servers.probes import Gpu
-from protocol.config import ConfigError, RunConfig
+from slipstream.deploy.servers import device_plan, gpu_memory
+from slipstream.deploy.servers.device_plan import DevicePlan
+from slipstream.deploy.servers.gpu_memory import ServerBytes
+from slipstream.deploy.servers.model_shape import ModelShape
+from slipstream.deploy.servers.probes import Gpu
+from slipstream.protocol.config import ConfigError, RunConfig
 
 SHAPES = st.builds(
     ModelShape,

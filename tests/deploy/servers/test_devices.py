@@ -8,12 +8,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from deploy.run import processes
-from deploy.servers import device_plan, devices, probes, vllm_server
-from deploy.servers.device_plan import DevicePlan, Part, Seat
-from deploy.servers.model_shape import ModelShape
-from deploy.servers.probes import Gpu
-from protocol.config import ConfigError, load
+from slipstream.deploy.run import processes
+from slipstream.deploy.servers import device_plan, devices, probes, vllm_server
+from slipstream.deploy.servers.device_plan import DevicePlan, Part, Seat
+from slipstream.deploy.servers.model_shape import ModelShape
+from slipstream.deploy.servers.probes import Gpu
+from slipstream.protocol.config import ConfigError, load
 
 GIB = 1024**3
 
@@ -136,7 +136,7 @@ def test_the_run_file_follows_the_checkpoint_and_the_plan_and_that_is_said_in_on
     text = {**sizes, "num_key_value_heads": 8, "vocab_size": 151936, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(text), encoding="utf-8")
     monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
-    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: None)
+    monkeypatch.setattr("slipstream.protocol.config.machine.bfloat16_unit", lambda: None)
     config, said = load(run_file, ["--model.path", str(folder)]), list[str]()
     _, settled = devices.settle(config, cpu=False, say=said.append)
     assert settled.model.dtype == "bfloat16"
@@ -151,7 +151,7 @@ def test_the_run_file_follows_the_checkpoint_and_the_plan_and_that_is_said_in_on
     monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
     assert devices.settle(config, cpu=True, say=said.append)[1].model == config.model, "float32 is faster there"
     assert said == []
-    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: "AMX")
+    monkeypatch.setattr("slipstream.protocol.config.machine.bfloat16_unit", lambda: "AMX")
     monkeypatch.setattr(devices, "bfloat16_unit", lambda: "AMX")
     assert devices.settle(config, cpu=True, say=said.append)[1].model.dtype == "bfloat16"
     assert len(said) == 1
@@ -303,7 +303,7 @@ def test_torch_is_asked_in_a_process_of_its_own_and_finds_none_here(
 
 def test_a_learner_beside_servers_is_kept_within_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from learner import run
+    from slipstream.learner import run
 
     bounds = list[float]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

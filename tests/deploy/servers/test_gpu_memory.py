@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from deploy.servers import gpu_memory
-from deploy.servers.gpu_memory import Parallelism
-from deploy.servers.model_shape import ModelShape, shape_of
-from protocol.config import LearnerSection, RunConfig
-from protocol.config.sections.learner import SHARDED
-from protocol.config.sections.servers import size_of
+from slipstream.deploy.servers import gpu_memory
+from slipstream.deploy.servers.gpu_memory import Parallelism
+from slipstream.deploy.servers.model_shape import ModelShape, shape_of
+from slipstream.protocol.config import LearnerSection, RunConfig
+from slipstream.protocol.config.sections.learner import SHARDED
+from slipstream.protocol.config.sections.servers import size_of
 
 DENSE = ModelShape(64, 5120, 25600, 64, 8, 128, 151936)
 MIXTURE = ModelShape(48, 2048, 768, 32, 4, 128, 151936, experts=128, chosen=8)
@@ -169,7 +169,7 @@ def test_activations_grow_with_the_row_and_shrink_with_checkpointing() -> None:
 @pytest.mark.parametrize("name", sorted(SHARDED))
 def test_an_optimiser_keeps_what_is_counted(name: str) -> None:
     torch = pytest.importorskip("torch")
-    from learner.training.optimiser import build_optimiser
+    from slipstream.learner.training.optimiser import build_optimiser
     from tests.kit.model import tiny_model
 
     model, section = tiny_model(), LearnerSection.model_validate({"optim": name})

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy.commands import look
-from deploy.servers import joining, servers, vllm_server
-from protocol import access
-from protocol.client import QueueClient, QueueRefused, Unreachable
-from protocol.config import ConfigError, RunConfig
-from protocol.messages import BeginSession, Server, ServerState, WorkerReport
-from protocol.status import ServerStatus
-from rollout_worker.user_code.process_guard import signal_group
+from slipstream.deploy.commands import look
+from slipstream.deploy.servers import joining, servers, vllm_server
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient, QueueRefused, Unreachable
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import BeginSession, Server, ServerState, WorkerReport
+from slipstream.protocol.status import ServerStatus
+from slipstream.rollout_worker.user_code.process_guard import signal_group
 from tests.deploy.stage import is_running, until
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm
@@ -135,7 +135,7 @@ async def test_a_server_whose_flags_suit_no_run_is_not_added(fake: dict[str, Any
 
 
 def test_a_server_whose_flags_do_not_suit_the_run_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.servers.probes.require_modules", lambda *_: None)
+    monkeypatch.setattr("slipstream.deploy.servers.probes.require_modules", lambda *_: None)
     monkeypatch.setattr(joining, "run", lambda *_: pytest.fail("it would have registered"))
     wrong = config(vllm={"args": ["--logprobs-mode", "raw_logprobs"]})
     with pytest.raises(ConfigError, match=r"vllm\.args: --logprobs-mode: leave it out"):
@@ -288,7 +288,7 @@ async def test_a_server_leaves_after_its_own_drain_timeout_though_the_run_has_a_
 CHILD_OF_KILLED = """
 import os, sys
 from pathlib import Path
-from deploy.servers import joining
+from slipstream.deploy.servers import joining
 from tests.kit import config
 
 queue, mark = sys.argv[1:]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.servers import probes
-from protocol.config import load
+from slipstream.deploy.servers import probes
+from slipstream.protocol.config import load
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import LIMIT_S, until
 from tests.deploy.typed import output
@@ -44,7 +44,7 @@ try:
     __import__(HIDDEN[0])
     sys.exit("it is there")
 except ModuleNotFoundError:
-    from deploy.cli import main
+    from slipstream.deploy.cli import main
     main()
 """
 HIDDEN = ",".join([*probes.LEARNER_MODULES, *probes.VLLM_MODULES])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.servers.devices import place_devices
+from slipstream.deploy.servers.devices import place_devices
 
 
 @pytest.mark.parametrize("cores", [[0, 1], [2, 5, 7], list(range(8)), list(range(63))])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks import preflight
-from deploy.servers import server_args, vllm_server
-from deploy.servers.device_plan import Seat
-from protocol.config import ConfigError, load
+from slipstream.deploy.checks import preflight
+from slipstream.deploy.servers import server_args, vllm_server
+from slipstream.deploy.servers.device_plan import Seat
+from slipstream.protocol.config import ConfigError, load
 
 BUILD = """
 import json

@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock
 import pytest
 from aiohttp import web
 
-from deploy.servers import vllm_server
-from protocol import codec
-from protocol.config import ConfigError, RunConfig, load
-from protocol.messages import Server, ServerChange, ServerState
+from slipstream.deploy.servers import vllm_server
+from slipstream.protocol import codec
+from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.protocol.messages import Server, ServerChange, ServerState
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
@@ -211,5 +211,7 @@ def test_i8_the_token_is_asked_for_before_adapters_are_looked_at(
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "s" * 32)
     command = vllm_server.command(config(run_file, "--lora.r", "8", "--weight_sync.adapter_only", "true"), 0)
     outward = [command[place + 1] for place, flag in enumerate(command) if flag == "--middleware"]
-    assert outward.index("weight_sync.vllm.adapters.Adapters") < outward.index("weight_sync.vllm.guard.RequireToken")
-    assert outward[0] == "weight_sync.vllm.middleware.Slipstream"
+    assert outward.index("slipstream.weight_sync.vllm.adapters.Adapters") < outward.index(
+        "slipstream.weight_sync.vllm.guard.RequireToken"
+    )
+    assert outward[0] == "slipstream.weight_sync.vllm.middleware.Slipstream"

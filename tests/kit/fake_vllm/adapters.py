@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from blake3 import blake3
 
-from protocol.versions import HEADER, version_of
+from slipstream.protocol.versions import HEADER, version_of
 
 ROOT = "/slipstream/adapters"
 KEPT = 3

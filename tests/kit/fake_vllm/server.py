@@ -12,15 +12,15 @@ from typing import Any
 
 from aiohttp import web
 
-from protocol import access
-from protocol.versions import HEADER, label_in
+from slipstream.protocol import access
+from slipstream.protocol.versions import HEADER, label_in
+from slipstream.weight_sync.vllm import engine_state
+from slipstream.weight_sync.vllm.engine_state import RouteError
+from slipstream.weight_sync.vllm.guard import CLOSED, HEALTH, OPEN_ROUTES, roles_for
 from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
-from weight_sync.vllm import engine_state
-from weight_sync.vllm.engine_state import RouteError
-from weight_sync.vllm.guard import CLOSED, HEALTH, OPEN_ROUTES, roles_for
 
 FAULT = web.RequestKey("fault", Fault)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import advantages
-from learner.algorithm.advantages import ADVANTAGES, Advantage
-from learner.algorithm.step_data import StepRollouts
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import advantages
+from slipstream.learner.algorithm.advantages import ADVANTAGES, Advantage
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.protocol.config import LearnerSection
 
 
 def group(rewards: np.ndarray) -> StepRollouts:

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import advantages
-from learner.algorithm.step_data import NORMALISERS, StepRollouts
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import advantages
+from slipstream.learner.algorithm.step_data import NORMALISERS, StepRollouts
+from slipstream.protocol.config import LearnerSection
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import corrections
-from learner.algorithm.corrections import CORRECTIONS, Corrected, Correction
-from learner.algorithm.step_data import Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import corrections
+from slipstream.learner.algorithm.corrections import CORRECTIONS, Corrected, Correction
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.algorithm import corrections
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import CORRECTIONS, Corrected
-from learner.algorithm.step_data import Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import corrections
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.corrections import CORRECTIONS, Corrected
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import tokens
 
 RATIOS = [0.4, 0.9, 1.0, 1.5, 6.0]

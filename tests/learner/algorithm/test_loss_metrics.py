@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithm.drift import (
+from slipstream.learner.algorithm.drift import (
     BIN,
     FINEST,
     MAX_SERVERS,
@@ -20,7 +20,7 @@ from learner.algorithm.drift import (
     server_drift_sums,
     zero_sums,
 )
-from learner.algorithm.objectives import MAX_LOG_RATIO
+from slipstream.learner.algorithm.objectives import MAX_LOG_RATIO
 
 
 def of(log_ratios: list[float], staleness: list[int] | None = None) -> dict[str, float]:

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import loss_terms
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.loss_terms import lowest_kept
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import loss_terms
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.loss_terms import lowest_kept
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import objectives
-from learner.algorithm.objectives import OBJECTIVES, Objective
-from learner.algorithm.step_data import Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import objectives
+from slipstream.learner.algorithm.objectives import OBJECTIVES, Objective
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import objectives
-from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.step_data import NORMALISERS, StepRollouts, Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import objectives
+from slipstream.learner.algorithm.objectives import OBJECTIVES
+from slipstream.learner.algorithm.step_data import NORMALISERS, StepRollouts, Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import tokens
 
 LENGTHS = (5, 1, 8, 3)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import objectives
-from learner.algorithm.objectives import OBJECTIVES, Objective
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import objectives
+from slipstream.learner.algorithm.objectives import OBJECTIVES, Objective
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import tokens
 
 OBJECTIVE = objectives.build(LearnerSection(objective="ppo_clip", clip_low=0.2, clip_high=0.28))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import objectives
-from learner.algorithm.step_data import NORMALISERS, StepRollouts, Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import objectives
+from slipstream.learner.algorithm.step_data import NORMALISERS, StepRollouts, Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import tokens
 
 pytest.importorskip("trl", reason="TRL, whose losses these are compared with, is not installed (extra `bench`)")

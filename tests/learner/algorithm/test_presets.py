@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import pack
-from learner.model.logprobs import TokenScores
-from learner.training.passes import Known, Preparation
-from protocol.config import LearnerSection
-from protocol.config.sections.presets import PRESETS
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.logprobs import TokenScores
+from slipstream.learner.training.passes import Known, Preparation
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.sections.presets import PRESETS
 from tests.kit.learner import sample, tokens
 
 # Two groups, of three and two rollouts, whose 2 to 5 tokens train.

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.algorithm.corrections import PROXIMALS, ProximalInputs
-from learner.training.passes import PreviousWeights
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.corrections import PROXIMALS, ProximalInputs
+from slipstream.learner.training.passes import PreviousWeights
+from slipstream.protocol.config import LearnerSection
 from tests.kit.config import config
 
 INPUTS = ProximalInputs(

@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 
-from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.objectives import OBJECTIVES
-from protocol.config import LearnerSection
-from protocol.config.checks import READERS
+from slipstream.learner.algorithm.advantages import ADVANTAGES
+from slipstream.learner.algorithm.corrections import CORRECTIONS
+from slipstream.learner.algorithm.objectives import OBJECTIVES
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.checks import READERS
 
 # Settings that are applied where all variants of a part meet them.
 APPLIED_BEFORE = {"reward_clip", "kl_in_reward", "proximal"}

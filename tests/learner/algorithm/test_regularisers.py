@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import advantages, loss_terms
-from learner.algorithm.advantages import ADVANTAGES, Advantage
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import CORRECTIONS, Corrected, Correction
-from learner.algorithm.loss_terms import KlInLoss, Regulariser
-from learner.algorithm.step_data import StepRollouts, Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import advantages, loss_terms
+from slipstream.learner.algorithm.advantages import ADVANTAGES, Advantage
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.corrections import CORRECTIONS, Corrected, Correction
+from slipstream.learner.algorithm.loss_terms import KlInLoss, Regulariser
+from slipstream.learner.algorithm.step_data import StepRollouts, Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 from tests.kit.trl import trl_advantages, trl_loss
 

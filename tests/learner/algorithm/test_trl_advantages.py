@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import advantages
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.step_data import StepRollouts, Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import advantages
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.step_data import StepRollouts, Tokens
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import tokens
 from tests.kit.trl import trl_advantages, trl_function, trl_loss
 

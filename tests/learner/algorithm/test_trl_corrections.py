@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.loss_terms import lowest_kept
-from learner.algorithm.step_data import Tokens
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.loss_terms import lowest_kept
+from slipstream.learner.algorithm.step_data import Tokens
+from slipstream.protocol.config import LearnerSection
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL, the oracle, is not installed")
 TRAINER = grpo_trainer.GRPOTrainer

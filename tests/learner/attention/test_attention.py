@@ -22,13 +22,13 @@ from transformers import (
     masking_utils,
 )
 
-from learner.attention import paths
-from learner.attention.packed import RowLayout, varlen_sdpa
-from learner.feed import trie
-from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ConfigError, ModelSection
+from slipstream.learner.attention import paths
+from slipstream.learner.attention.packed import RowLayout, varlen_sdpa
+from slipstream.learner.feed import trie
+from slipstream.learner.feed.packing import PackedRow, Sample, pack_row
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ConfigError, ModelSection
 from tests.kit.learner import sample
 from tests.kit.messages import VOCABULARY
 from tests.kit.tries import Sequences, Tensors, assert_same, dense, inputs, sequences, visible

@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers as tf
 
-from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.learner.feed.packing import PackedRow, Sample, pack_row
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.learner.architectures import tiny
 from tests.learner.families import _DEEPSEEK, _LATENT, _SIZES, LONGEST, MIXTURES, TEXT
 from tests.learner.model.test_model_families import samples

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.attention import flash
-from learner.attention.packed import RowLayout, varlen_sdpa
-from learner.feed import trie
+from slipstream.learner.attention import flash
+from slipstream.learner.attention.packed import RowLayout, varlen_sdpa
+from slipstream.learner.feed import trie
 from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, visible
 from tests.learner.attention.test_attention import row_of
 

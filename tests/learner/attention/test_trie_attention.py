@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.attention import cpu_layout
-from learner.attention.cpu import trie_attention
-from learner.feed import trie
+from slipstream.learner.attention import cpu_layout
+from slipstream.learner.attention.cpu import trie_attention
+from slipstream.learner.feed import trie
 from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, visible
 
 # Settings that choose each kind of part even for tries of a few tokens: what is measured chooses for longer ones.

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy.checks import preflight
-from learner import start
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import CheckpointInfo, Sources
-from learner.feed.packing import pack
-from learner.model.reference import AdapterOff
-from learner.run import build_trainer
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, ModelSection, RunConfig
-from protocol.messages import RunPosition
+from slipstream.deploy.checks import preflight
+from slipstream.learner import start
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.reference import AdapterOff
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
+from slipstream.protocol.messages import RunPosition
 from tests.kit.learner import sample, step_rollouts
 
 peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoints import resuming
-from protocol.config import ConfigError
+from slipstream.learner.checkpoints import resuming
+from slipstream.protocol.config import ConfigError
 from tests.kit import LEARNER, config
 from tests.kit.model import tiny_model
 from tests.learner.families import MIXTURES, PADDED, TEXT, VISION
@@ -110,7 +110,7 @@ def test_a_structure_that_cannot_be_made_is_left_to_the_learner(
     def fails(*given: Any) -> Any:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors\nand more")
 
-    monkeypatch.setattr("learner.model.loading.kind_of", fails)
+    monkeypatch.setattr("slipstream.learner.model.loading.kind_of", fails)
     check(structure, target_modules=["no_such_layer"])
     assert "(RuntimeError: Tensor.item() cannot be called on meta tensors)" in caplog.text
     assert "is seen when the learner has loaded them" in caplog.text

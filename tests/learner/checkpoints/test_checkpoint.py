@@ -13,19 +13,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from deploy.servers.gpu_memory import checkpoint_bytes
-from deploy.servers.model_shape import model_shape
-from learner.algorithm.step_data import StepRollouts
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import CheckpointInfo, Sources
-from learner.feed.packing import pack
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.model.reference import ReferenceModel
-from learner.run import build_trainer
-from learner.training.trainer import DivergedError, Trainer
-from protocol.config import ConfigError, LearnerSection, ModelSection
-from protocol.messages import MAX_METRIC
+from slipstream.deploy.servers.gpu_memory import checkpoint_bytes
+from slipstream.deploy.servers.model_shape import model_shape
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.reference import ReferenceModel
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import DivergedError, Trainer
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.protocol.messages import MAX_METRIC
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.learner import sample, step_rollouts

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
-from learner.model.policy import Policy
-from learner.training.trainer import Trainer
-from protocol import checkpoints as places
-from protocol.config import LearnerSection, ModelSection
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.config import LearnerSection, ModelSection
 
 # What a save asks of the operating system through Python; libraries of C and Rust write between two of them.
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")

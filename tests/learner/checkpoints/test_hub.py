@@ -13,13 +13,13 @@ import pytest
 from huggingface_hub import ModelCard
 from rich.console import Console
 
-from learner.checkpoints import model_card, uploads
-from learner.checkpoints.model_card import PAPERS, Results, bibtex, sources
-from learner.checkpoints.upload_process import Request, SendError
-from learner.checkpoints.uploads import Models, Uploads, require
-from learner.report.progress import TerminalProgress
-from protocol.config import ConfigError, HubSection, LearnerSection
-from protocol.config.sections.presets import ABOUT, PRESETS
+from slipstream.learner.checkpoints import model_card, uploads
+from slipstream.learner.checkpoints.model_card import PAPERS, Results, bibtex, sources
+from slipstream.learner.checkpoints.upload_process import Request, SendError
+from slipstream.learner.checkpoints.uploads import Models, Uploads, require
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.protocol.config import ConfigError, HubSection, LearnerSection
+from slipstream.protocol.config.sections.presets import ABOUT, PRESETS
 from tests.kit import LEARNER, config
 from tests.kit.hub import config_in, model_of
 from tests.kit.learner import FakeQueue, endless

@@ -22,7 +22,7 @@ from tests.kit.hub import model_of
 LEARNER = """
 import sys
 from pathlib import Path
-from learner.checkpoints.uploads import Uploads
+from slipstream.learner.checkpoints.uploads import Uploads
 from tests.kit.hub import config_in
 def say(text): print(text, flush=True)
 uploads = Uploads(config_in(Path(sys.argv[1])), say, say)

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.checkpoints import resuming
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from learner.run import build_trainer, run
-from protocol import checkpoints as places
-from protocol.client import QueueError
-from protocol.config import ConfigError
-from protocol.messages import RunPosition, SessionStart
+from slipstream.learner.checkpoints import resuming
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from slipstream.learner.run import build_trainer, run
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.client import QueueError
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import RunPosition, SessionStart
 from tests.kit.learner import FakeQueue, endless, status
 from tests.learner.test_loop import FakePublisher, config_for, signal_in_step, train
 
@@ -155,8 +155,8 @@ class Succeeded(FakeQueue):
 @pytest.fixture
 def succeeded(monkeypatch: pytest.MonkeyPatch) -> Succeeded:
     queue = Succeeded()
-    monkeypatch.setattr("learner.run.QueueClient", lambda url, token: queue)
-    monkeypatch.setattr("learner.run.Publisher", lambda config, url, ranks: FakePublisher(queue))
+    monkeypatch.setattr("slipstream.learner.run.QueueClient", lambda url, token: queue)
+    monkeypatch.setattr("slipstream.learner.run.Publisher", lambda config, url, ranks: FakePublisher(queue))
     return queue
 
 

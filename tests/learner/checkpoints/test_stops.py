@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import torch
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import CheckpointInfo
-from learner.ranks import stopping
-from learner.run import run
-from learner.training.trainer import Trainer
-from protocol import checkpoints as places
-from protocol.client import Unreachable
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo
+from slipstream.learner.ranks import stopping
+from slipstream.learner.run import run
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.client import Unreachable
 from tests.kit.learner import FakeQueue
 from tests.learner.test_loop import FakePublisher, config_for, in_place, milestones, signal_in_step, train
 
@@ -52,7 +52,11 @@ def writing(step: int) -> tuple[str, str]:
 
 MOMENTS = {
     "the model is loading": Moment(
-        "learner.run", "load_policy", 1, [], ("stopped before it began", "start it again with: slipstream up my.toml")
+        "slipstream.learner.run",
+        "load_policy",
+        1,
+        [],
+        ("stopped before it began", "start it again with: slipstream up my.toml"),
     ),
     "the first version is published": Moment(
         FakePublisher,
@@ -151,7 +155,7 @@ def test_a_queue_that_is_away_costs_only_a_step_that_it_was_to_acknowledge(
     number: signal.Signals,
 ) -> None:
     """A checkpoint of it would hold a version that the queue does not know."""
-    monkeypatch.setattr("learner.ranks.stopping.HOLD_AT_MAX_S", 0.05)
+    monkeypatch.setattr("slipstream.learner.ranks.stopping.HOLD_AT_MAX_S", 0.05)
     ack = in_place.ack
 
     async def never(lease_id: str, told: Any) -> Any:
@@ -204,7 +208,7 @@ def test_only_a_disk_that_is_known_to_be_too_slow_for_a_limit_costs_the_checkpoi
     state = places.complete(settings.run_dir)[2] / places.STATE
     info = msgspec.json.decode(state.read_bytes(), type=CheckpointInfo)
     state.write_bytes(msgspec.json.encode(msgspec.structs.replace(info, written_s=took_s)))
-    monkeypatch.setattr("learner.checkpoint_keeper.USUAL_BYTES_PER_S", 1.0)
+    monkeypatch.setattr("slipstream.learner.checkpoint_keeper.USUAL_BYTES_PER_S", 1.0)
     signal_in_step(monkeypatch, 2, number)
     in_place.now.finished = False
     capsys.readouterr()

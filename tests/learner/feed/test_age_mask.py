@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.feed.judged_groups import loss_weights
-from protocol.messages import FinishReason, Group
+from slipstream.learner.feed.judged_groups import loss_weights
+from slipstream.protocol.messages import FinishReason, Group
 from tests.kit import group, segment
 
 VERSIONS = st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=30)

@@ -12,16 +12,24 @@ from typing import Any, cast
 
 import pytest
 
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.feeder import Feeder, LeaseLost, Starved
-from learner.feed.packing import PackedRow
-from protocol import reasons
-from protocol.client import GaveUp, QueueClient, QueueError, RunFinished, Unreachable
-from protocol.config import fingerprint
-from protocol.messages import BeginSession, Group, LearnerReport, LeaseReply, LeaseRequest, Server, ServerState
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger import leases
-from rollout_queue.ledger.records import TicketState
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.feeder import Feeder, LeaseLost, Starved
+from slipstream.learner.feed.packing import PackedRow
+from slipstream.protocol import reasons
+from slipstream.protocol.client import GaveUp, QueueClient, QueueError, RunFinished, Unreachable
+from slipstream.protocol.config import fingerprint
+from slipstream.protocol.messages import (
+    BeginSession,
+    Group,
+    LearnerReport,
+    LeaseReply,
+    LeaseRequest,
+    Server,
+    ServerState,
+)
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger import leases
+from slipstream.rollout_queue.ledger.records import TicketState
 from tests.kit import LEARNER, config, group
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, in_turn
@@ -274,7 +282,7 @@ def test_a_version_that_the_queue_counts_otherwise_is_an_error() -> None:
 
 
 def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.feed.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.learner.feed.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
     queue = FakeQueue()
     supply = endless()
     queue.supply = lambda n, version: supply(n, version) if ("waiting", "groups") in queue.log else []
@@ -285,8 +293,8 @@ def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.Mo
 
 
 def test_attack_6_a_learner_that_loads_for_long_says_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.feed.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
-    monkeypatch.setattr("learner.feed.blocking_client.REPORT_WAIT_AGAIN_S", 0.001)
+    monkeypatch.setattr("slipstream.learner.feed.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.learner.feed.blocking_client.REPORT_WAIT_AGAIN_S", 0.001)
     queue = FakeQueue()
     with BlockingQueueClient(cast(QueueClient, queue)) as client, client.waiting(1, "loading"):
         while queue.log.count(("waiting", "loading")) < 3:

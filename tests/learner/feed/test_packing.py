@@ -11,13 +11,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, Sample, assign, even, pack, pack_row
-from learner.model.logprobs import TokenScores
-from learner.model.policy import Policy
-from learner.training.passes import Known, Preparation
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import PackedRow, Sample, assign, even, pack, pack_row
+from slipstream.learner.model.logprobs import TokenScores
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.training.passes import Known, Preparation
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
 LENGTHS = st.lists(st.integers(2, 24), min_size=1, max_size=8)

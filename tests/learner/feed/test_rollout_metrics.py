@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.feed.rollout_metrics import RolloutMetrics
-from protocol.messages import Rollout
+from slipstream.learner.feed.rollout_metrics import RolloutMetrics
+from slipstream.protocol.messages import Rollout
 from tests.kit.messages import group, segment
 
 

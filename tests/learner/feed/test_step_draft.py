@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import advantages
-from learner.feed.step_draft import Batch, Draft, LeasedGroup
-from protocol.config import LearnerSection
-from protocol.messages import FinishReason, Group
+from slipstream.learner.algorithm import advantages
+from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.messages import FinishReason, Group
 from tests.kit import LEARNER, config, group, segment
 from tests.kit.messages import group_of_roles
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.feed import trie
+from slipstream.learner.feed import trie
 from tests.kit.tries import Sequences, sequences, visible
 
 

@@ -13,16 +13,16 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from learner.feed.packing import pack
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.model.reference import AdapterOff, load_reference
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection, RunConfig
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.reference import AdapterOff, load_reference
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection, RunConfig
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.kit.learner import gradients, sample, step_rollouts
 from tests.kit.model import tiny_model
 from tests.learner.families import MIXTURES, PADDED, TEXT, VISION
-from weight_sync.weights.snapshot import Probe, Snapshot
 
 peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 IDS = list(range(1, 40))
@@ -135,7 +135,7 @@ def test_the_gradient_is_that_of_pefts_own_forward(model_path: Path, tmp_path: P
 
 def test_weights_are_merged_one_at_a_time(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot never holds two merged matrices, and its layout holds none."""
-    from learner.model import export
+    from slipstream.learner.model import export
 
     alive: list[torch.Tensor] = []
     most, merge = 0, export.merged_weight
@@ -288,7 +288,7 @@ def test_layers_that_cannot_have_an_adapter_are_refused(
 def test_a_missing_peft_is_told_with_the_line_that_installs_it(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.model.adapter.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.learner.model.adapter.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lora.r = 4 needs peft.*pip install 'slipstream-rl\[lora\]'"):
         adapted(model_path)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.feed.packing import pack_row
-from learner.model.build import load_policy
-from protocol.config import ConfigError, ModelSection
+from slipstream.learner.feed.packing import pack_row
+from slipstream.learner.model.build import load_policy
+from slipstream.protocol.config import ConfigError, ModelSection
 from tests.learner.architectures import RESULTS, NotTiny, tiny
 from tests.learner.families import LONGEST
 from tests.learner.model.test_model_families import SCORING, alone, exact, samples

@@ -14,11 +14,11 @@ import torch.distributed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from learner.model import export
-from learner.ranks.wrapping import sharded
+from slipstream.learner.model import export
+from slipstream.learner.ranks.wrapping import sharded
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.model import tiny_model
 from tests.kit.sync import probe
-from weight_sync.weights.snapshot import Snapshot
 
 
 @pytest.fixture(params=[0, 2], ids=["rank 0", "rank 2"])

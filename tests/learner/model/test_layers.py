@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from learner.feed.packing import PackedRow, pack_row
-from learner.model import loading
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.learner.feed.packing import PackedRow, pack_row
+from slipstream.learner.model import loading
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.learner import sample
 from tests.kit.memory import LiveBytes
 from tests.kit.model import tiny_model

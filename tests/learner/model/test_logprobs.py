@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from learner.model.logprobs import LmHead, Mask, token_scores
+from slipstream.learner.model.logprobs import LmHead, Mask, token_scores
 from tests.kit.memory import LiveBytes
 
 HIDDEN, VOCABULARY, TOKENS = 8, 50, 37

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from learner.feed.packing import pack_row
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ConfigError, ModelSection
+from slipstream.learner.feed.packing import pack_row
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ConfigError, ModelSection
 from tests.kit import VOCABULARY
 from tests.kit.learner import sample
 

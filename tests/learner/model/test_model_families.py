@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file
 from transformers import BertConfig, BertLMHeadModel, DogeConfig, DogeForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from learner.feed.packing import Sample, pack_row
-from learner.model.build import check_packing, load_policy
-from learner.model.policy import Policy, Scoring
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.learner.feed.packing import Sample, pack_row
+from slipstream.learner.model.build import check_packing, load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.model import SIZES
 from tests.learner.families import LONGEST, MIXTURES, PADDED, REFUSED, TEXT, VISION, VOCABULARY
 

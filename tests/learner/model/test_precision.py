@@ -11,21 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner import start
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo, Sources
-from learner.feed.packing import Sample, pack, pack_row
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.model.precision import Precision, changed_share, find_rounding_warning
-from learner.training.trainer import Trainer
-from protocol.config import LearnerSection, ModelSection
-from protocol.messages import RunPosition
+from slipstream.learner import start
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo, Sources
+from slipstream.learner.feed.packing import Sample, pack, pack_row
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.precision import Precision, changed_share, find_rounding_warning
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import LearnerSection, ModelSection
+from slipstream.protocol.messages import RunPosition
+from slipstream.weight_sync.weights import snapshot as snapshot_module
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.kit import config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.memory import LiveBytes
-from weight_sync.weights import snapshot as snapshot_module
-from weight_sync.weights.snapshot import Probe, Snapshot
 
 Make = Callable[..., Policy]
 STEPS = 3

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from learner.feed.packing import pack
-from learner.model import precision
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model import precision
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 from tests.kit.learner import sample, step_rollouts
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
@@ -121,7 +121,7 @@ def test_without_bitsandbytes_it_is_refused_with_the_line_that_installs_it(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("learner.model.precision.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.learner.model.precision.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.load_in_4bit = true needs bitsandbytes.*pip install bitsandbytes"):
         load(model_path, load_in_4bit=True)
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.feed.packing import PackedRow, Sample, pack
-from learner.model.policy import Policy
-from learner.model.reference import ReferenceModel
-from learner.training.passes import Known, Preparation, consult, in_several_rows
-from learner.training.trainer import Trainer
-from protocol.config import LearnerSection
+from slipstream.learner.feed.packing import PackedRow, Sample, pack
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.model.reference import ReferenceModel
+from slipstream.learner.training.passes import Known, Preparation, consult, in_several_rows
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
 MakePolicy = Callable[..., Policy]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from learner.algorithm.loss_terms import RouterLoss, Routing
-from learner.feed.packing import Sample, pack
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.learner.algorithm.loss_terms import RouterLoss, Routing
+from slipstream.learner.feed.packing import Sample, pack
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.learner import step_rollouts
 from tests.learner.families import MIXTURES, TEXT
 from tests.learner.model.test_model_families import samples

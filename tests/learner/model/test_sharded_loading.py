@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from learner.model import sharded_loading
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.model.sharded_loading import Outline, WholeLoadNeeded
-from learner.ranks import wrapping
-from learner.ranks.team import Team
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.learner.model import sharded_loading
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.model.sharded_loading import Outline, WholeLoadNeeded
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.copies import start_function
 from tests.kit.model import tiny_model
 from tests.learner.families import LONGEST, MIXTURES, TEXT, VISION
@@ -173,7 +173,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     for number in range(RANKS):
         ours, theirs = multiprocessing.Pipe()
         processes.append(
-            start_function(["learner.run"], rank, number, list(folders.values()), store, pipes=[theirs.fileno()])
+            start_function(
+                ["slipstream.learner.run"], rank, number, list(folders.values()), store, pipes=[theirs.fileno()]
+            )
         )
         pipes.append(ours)
         theirs.close()

@@ -17,19 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from learner.model.adapter import Adapter
-from learner.model.export import Published
-from learner.model.share import Share, deal_out
-from learner.ranks import wrapping
-from learner.ranks.team import Team
-from learner.run import build_trainer
-from protocol.config import LoraSection, ModelSection
+from slipstream.learner.model.adapter import Adapter
+from slipstream.learner.model.export import Published
+from slipstream.learner.model.share import Share, deal_out
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.ranks.team import Team
+from slipstream.learner.run import build_trainer
+from slipstream.protocol.config import LoraSection, ModelSection
+from slipstream.weight_sync.weights.snapshot import MadeOneByOne
 from tests.kit import LEARNER, config
 from tests.kit.copies import start_function
 from tests.kit.memory import LiveBytes
 from tests.kit.model import save_tiny_model, tiny_model
 from tests.learner.families import MIXTURES, TEXT
-from weight_sync.weights.snapshot import MadeOneByOne
 
 dist: Any = torch.distributed
 
@@ -131,7 +131,9 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[int, Any]
         pipes, processes = [], []
         for number in range(ranks):
             ours, theirs = multiprocessing.Pipe()
-            processes.append(start_function(["learner.run"], rank, number, ranks, store, pipes=[theirs.fileno()]))
+            processes.append(
+                start_function(["slipstream.learner.run"], rank, number, ranks, store, pipes=[theirs.fileno()])
+            )
             pipes.append(ours)
             theirs.close()
         try:

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from learner.model.tensor_files import write_tensors
+from slipstream.learner.model.tensor_files import write_tensors
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.uint8),

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from learner.feed.images import RowImage, StepImages, unpacked
-from learner.feed.packing import PackedRow, RankRows, Sample, pack
-from learner.model import vision
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.ranks.messages import decode_message, encode_message
-from protocol.config import ConfigError, ModelSection
-from protocol.images import Image, ImagePlace, digest
-from protocol.images import pack as packed
+from slipstream.learner.feed.images import RowImage, StepImages, unpacked
+from slipstream.learner.feed.packing import PackedRow, RankRows, Sample, pack
+from slipstream.learner.model import vision
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.ranks.messages import decode_message, encode_message
+from slipstream.protocol.config import ConfigError, ModelSection
+from slipstream.protocol.images import Image, ImagePlace, digest
+from slipstream.protocol.images import pack as packed
 from tests.kit import group
 from tests.kit.seeing import build_seeing
 

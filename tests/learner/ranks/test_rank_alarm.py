@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from learner.ranks import liveness as alarms
-from learner.ranks.liveness import ANSWERS_WITHIN_S, BEAT_EVERY_S, Alarm, Pulse, Signs, Silence, lost, quiet
+from slipstream.learner.ranks import liveness as alarms
+from slipstream.learner.ranks.liveness import ANSWERS_WITHIN_S, BEAT_EVERY_S, Alarm, Pulse, Signs, Silence, lost, quiet
 
 WHO = "process 7 on a"
 WITHIN_S = 10.0

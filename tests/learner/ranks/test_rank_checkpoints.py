@@ -17,27 +17,27 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from learner import loop
-from learner.checkpoints import checkpoint as checkpoints
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.ranks import liveness
-from learner.ranks.stopping import Stop, Stopped
-from learner.ranks.team import Team
-from learner.report.progress import TerminalProgress
-from learner.run import build_trainer
-from learner.start import starting_point
-from learner.training import state_files
-from learner.training.trainer import STATE, Trainer
-from protocol import checkpoints as places
-from protocol.client import QueueClient
-from protocol.config import RunConfig
+from slipstream.learner import loop
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.ranks import liveness
+from slipstream.learner.ranks.stopping import Stop, Stopped
+from slipstream.learner.ranks.team import Team
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.run import build_trainer
+from slipstream.learner.start import starting_point
+from slipstream.learner.training import state_files
+from slipstream.learner.training.trainer import STATE, Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig
+from slipstream.weight_sync.publisher import Publisher
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless
 from tests.kit.model import tiny_model
 from tests.kit.ranks import Ranks
 from tests.learner.test_loop import FakePublisher
-from weight_sync.publisher import Publisher
 
 # A reference that moves is a part of checkpoints.
 LEARNS: dict[str, Any] = {

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from learner.feed.packing import pack
-from learner.model.policy import Policy
-from learner.ranks.environment import RankInfo, check_environment, check_sharded, clear, is_sharded, place
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, LearnerSection
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.ranks.environment import RankInfo, check_environment, check_sharded, clear, is_sharded, place
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, LearnerSection
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
 
-ACCELERATE = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "learner"]
+ACCELERATE = [
+    "/venv/bin/python",
+    "/venv/bin/accelerate",
+    "launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+    "-m",
+    "slipstream.learner",
+]
 ON_CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -40,7 +49,7 @@ def test_a_process_knows_its_place(environment: dict[str, str], ranks: int, expe
 @pytest.mark.parametrize("flag", [["--num_processes", "2"], ["--num-processes", "2"], ["--num_processes=2"]])
 def test_accelerate_starts_one_process_on_a_cpu_and_the_learner_the_others(flag: list[str]) -> None:
     for command in (["python", "/venv/bin/accelerate", "launch"], ["python", "-m", "accelerate.commands.launch"]):
-        assert place(ON_CPU, 1, [*command, *flag, "-m", "learner"]) == RankInfo(count=2)
+        assert place(ON_CPU, 1, [*command, *flag, "-m", "slipstream.learner"]) == RankInfo(count=2)
     assert place(ON_CPU, 2, ["accelerate", "launch", *flag]) == RankInfo(count=2)
 
 

@@ -14,16 +14,16 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints import resuming
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
-from learner.feed.packing import pack
-from learner.run import build_trainer
-from learner.start import starting_point
-from learner.training import state_files
-from learner.training.trainer import Trainer
-from protocol import checkpoints as places
-from protocol.config import RunConfig
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints import resuming
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.run import build_trainer
+from slipstream.learner.start import starting_point
+from slipstream.learner.training import state_files
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol import checkpoints as places
+from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.learner import step_rollouts

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from learner.ranks.liveness import RankLost
-from learner.ranks.stopping import Stop, Stopped
-from learner.ranks.team import Parted, Team
+from slipstream.learner.ranks.liveness import RankLost
+from slipstream.learner.ranks.stopping import Stop, Stopped
+from slipstream.learner.ranks.team import Parted, Team
 
 dist: Any = torch.distributed
 

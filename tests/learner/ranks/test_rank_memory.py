@@ -12,20 +12,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner import loop
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.feed.packing import RankRows
-from learner.ranks.stopping import Stop
-from learner.report.progress import TerminalProgress
-from learner.skipping import FILE_NAME, OutOfMemory
-from learner.training.trainer import Trainer
-from protocol.client import QueueClient
-from protocol.config import RunConfig
+from slipstream.learner import loop
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.packing import RankRows
+from slipstream.learner.ranks.stopping import Stop
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.skipping import FILE_NAME, OutOfMemory
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig
+from slipstream.weight_sync.publisher import Publisher
 from tests.kit.learner import FakeQueue, endless
 from tests.kit.ranks import Ranks
 from tests.learner.ranks.test_rank_checkpoints import run_file
 from tests.learner.test_loop import FakePublisher
-from weight_sync.publisher import Publisher
 
 
 def run_out_at(step: int, here: int, rank: int) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.feed.packing import pack
-from learner.run import build_trainer
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.run import build_trainer
 from tests.kit import LEARNER, config
 from tests.kit.learner import step_rollouts
 from tests.kit.ranks import Ranks

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.feed.packing import pack
-from learner.model.precision import find_rounding_warning
-from learner.ranks import wrapping
-from learner.run import build_trainer
-from learner.training.trainer import Trainer
-from protocol.config import RunConfig
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.precision import find_rounding_warning
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import step_rollouts
 from tests.kit.model import tiny_model

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from learner.feed.packing import pack
-from learner.ranks import liveness
-from learner.ranks.liveness import RankLost
-from learner.training.trainer import Trainer
-from protocol.config import RunConfig
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.ranks import liveness
+from slipstream.learner.ranks.liveness import RankLost
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.model import save_tiny_model
@@ -31,9 +31,9 @@ FASTER = 5.0
 # As the follower is run, but for what it does.
 FAILS = """
 import sys
-from learner import run
-from learner.__main__ import follow_rank_0
-from protocol.config import ConfigError
+from slipstream.learner import run
+from slipstream.learner.__main__ import follow_rank_0
+from slipstream.protocol.config import ConfigError
 
 def follow(here):
     raise ConfigError("model.path = nowhere")
@@ -146,7 +146,7 @@ def test_the_exit_code_of_a_follower_that_fails_survives() -> None:
 
 def test_a_rank_that_still_loads_ends_with_rank_0() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "WORLD_SIZE": "2", "RANK": "1"}
-    command = [sys.executable, "-m", "learner", "--rank"]
+    command = [sys.executable, "-m", "slipstream.learner", "--rank"]
     assert subprocess.run(command, env=env, stdin=subprocess.DEVNULL, timeout=GONE_WITHIN_S).returncode == 0
 
 

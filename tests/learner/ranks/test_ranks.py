@@ -16,12 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
-from learner.run import build_trainer
-from learner.training.trainer import DivergedError, StepMetrics, Trainer
-from protocol.config import RunConfig
-from protocol.messages import RankReport
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
+from slipstream.learner.run import build_trainer
+from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import RankReport
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.messages import VOCABULARY

@@ -13,10 +13,10 @@ import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor
 
-from learner.ranks import wrapping
-from learner.training import optimiser
-from protocol.config import LearnerSection
-from protocol.config.sections.learner import SHARDED
+from slipstream.learner.ranks import wrapping
+from slipstream.learner.training import optimiser
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.sections.learner import SHARDED
 from tests.kit.copies import start_function
 from tests.kit.model import tiny_model
 
@@ -115,7 +115,9 @@ def rank(number: int, store: str, pipe: int) -> None:
 def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ours, theirs = multiprocessing.Pipe()
     store = str(tmp_path_factory.mktemp("store") / "store")
-    processes = [start_function(["learner.run"], rank, number, store, pipes=[theirs.fileno()]) for number in (0, 1)]
+    processes = [
+        start_function(["slipstream.learner.run"], rank, number, store, pipes=[theirs.fileno()]) for number in (0, 1)
+    ]
     theirs.close()
     found = {}
     try:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from learner.ranks import stopping
-from learner.ranks.stopping import Requests, Stop, Stopped
+from slipstream.learner.ranks import stopping
+from slipstream.learner.ranks.stopping import Requests, Stop, Stopped
 
 # A mutex that is locked twice: its second lock returns for no signal, as a collective with a rank that hangs. Only once
 # the kernel shows the main thread in it is the test told: before that, Python would run the handler.
 HANGS = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from learner.ranks.stopping import Stop
+from slipstream.learner.ranks.stopping import Stop
 
 mutex = ctypes.create_string_buffer(64)
 lock = ctypes.CDLL(None).pthread_mutex_lock

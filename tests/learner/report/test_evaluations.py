@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from learner.evaluator import Evaluator, open_eval_journal
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.report import summary
-from learner.report.journal import Journal
-from learner.report.progress import TerminalProgress, line
-from learner.report.records import EARLIER, EvaluationRecord, StepRecord, beside
-from protocol.client import QueueClient, QueueRefused
-from protocol.config import RunConfig
-from protocol.messages import ErrorBody
-from protocol.status import Evaluation, EvaluationRequest, describe_evaluation
+from slipstream.learner.evaluator import Evaluator, open_eval_journal
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.report import summary
+from slipstream.learner.report.journal import Journal
+from slipstream.learner.report.progress import TerminalProgress, line
+from slipstream.learner.report.records import EARLIER, EvaluationRecord, StepRecord, beside
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import ErrorBody
+from slipstream.protocol.status import Evaluation, EvaluationRequest, describe_evaluation
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless, status
 from tests.learner.report.test_summary import step_record
@@ -161,7 +161,7 @@ def test_the_learner_goes_on_while_one_is_open_and_waits_for_it_at_the_end(model
 def test_a_resumed_learner_repeats_none_and_takes_in_what_ended_meanwhile(model_path: Path, tmp_path: Path) -> None:
     """It dies at version 3, after the checkpoint of step 2; the evaluation of step 0 is in its file, that of step 2
     ends while it is away."""
-    from protocol.client import Unreachable
+    from slipstream.protocol.client import Unreachable
 
     run_config = evaluating(model_path, tmp_path, at_start=True)
     run_config = run_config.model_copy(

@@ -21,15 +21,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from learner.feed.blocking_client import BlockingQueueClient
-from learner.report import queue_status, rollouts, summary
-from learner.report.progress import TerminalProgress, line, waits_of
-from learner.report.queue_status import Watch
-from learner.report.summary import Curve
-from protocol.client import QueueClient, Unreachable
-from protocol.messages import Server, ServerState
-from protocol.rollouts import RolloutView
-from protocol.status import Cause, GroupCounts, Notice, Stall, Status, Wait, WorkerActivity, WorkerStatus
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.report import queue_status, rollouts, summary
+from slipstream.learner.report.progress import TerminalProgress, line, waits_of
+from slipstream.learner.report.queue_status import Watch
+from slipstream.learner.report.summary import Curve
+from slipstream.protocol.client import QueueClient, Unreachable
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Cause, GroupCounts, Notice, Stall, Status, Wait, WorkerActivity, WorkerStatus
 from tests.kit.learner import FakeQueue, status
 from tests.learner.report.test_summary import step_record
 
@@ -399,7 +399,9 @@ def test_the_policy_s_text_is_shown_as_it_is() -> None:
 
 
 def test_the_rollout_text_needs_no_torch() -> None:
-    code = "import sys, learner.report.rollouts; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
+    code = (
+        "import sys, slipstream.learner.report.rollouts; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

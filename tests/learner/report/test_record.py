@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from learner.report.journal import Journal
-from learner.report.records import MAX_REPORTED, StepRecord, main_metrics
+from slipstream.learner.report.journal import Journal
+from slipstream.learner.report.records import MAX_REPORTED, StepRecord, main_metrics
 from tests.learner.report.test_summary import step_record
 
 # Written by the release before TRL's names, objective and all.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.feed.rollout_metrics import RolloutPosition, choose
-from learner.report.rollouts import RolloutLog
-from protocol.rollouts import RolloutView
+from slipstream.learner.feed.rollout_metrics import RolloutPosition, choose
+from slipstream.learner.report.rollouts import RolloutLog
+from slipstream.protocol.rollouts import RolloutView
 from tests.kit import group
 
 

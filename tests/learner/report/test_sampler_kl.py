@@ -13,14 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, pack_row
-from learner.model.policy import Policy
-from learner.report import sampler_checks
-from learner.report.progress import TerminalProgress, line
-from learner.report.records import StepRecord
-from learner.training.trainer import StepMetrics, Trainer
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import PackedRow, pack_row
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.report import sampler_checks
+from slipstream.learner.report.progress import TerminalProgress, line
+from slipstream.learner.report.records import StepRecord
+from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import sample
 from tests.learner.report.test_summary import step_record
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
-from learner.report.sampler_checks import IN_A_ROW, LEARNT, MIN_TOKENS, ServerWatch
+from slipstream.learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
+from slipstream.learner.report.sampler_checks import IN_A_ROW, LEARNT, MIN_TOKENS, ServerWatch
 
 
 def figures(tokens: int = 500, **distances: float) -> dict[str, float]:

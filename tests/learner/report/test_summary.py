@@ -8,16 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import learner
-from learner.feed.judged_groups import StepCounts
-from learner.report import summary
-from learner.report.journal import Journal
-from learner.report.records import PublicationRecord, StepRecord, StepTimes
-from learner.training.trainer import StepMetrics
-from protocol.messages import LearnerReport, Server
-from protocol.status import Cause, WorkerStatus
+from slipstream import learner
+from slipstream.learner.feed.judged_groups import StepCounts
+from slipstream.learner.report import summary
+from slipstream.learner.report.journal import Journal
+from slipstream.learner.report.records import PublicationRecord, StepRecord, StepTimes
+from slipstream.learner.training.trainer import StepMetrics
+from slipstream.protocol.messages import LearnerReport, Server
+from slipstream.protocol.status import Cause, WorkerStatus
+from slipstream.weight_sync.fleet.publications import PublishRecord
 from tests.kit.learner import status
-from weight_sync.fleet.publications import PublishRecord
 
 REQUIRED = """
 steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled

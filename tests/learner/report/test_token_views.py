@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner.feed.step_draft import Batch, Draft, LeasedGroup
-from learner.model.policy import Policy
-from learner.report import token_views
-from learner.report.token_views import with_tokens
-from learner.training.trainer import Scores, Trainer
-from protocol.messages import Group, Rollout
-from protocol.rollouts import RolloutView
+from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.report import token_views
+from slipstream.learner.report.token_views import with_tokens
+from slipstream.learner.training.trainer import Scores, Trainer
+from slipstream.protocol.messages import Group, Rollout
+from slipstream.protocol.rollouts import RolloutView
 from tests.kit import LEARNER, config, group, segment
 
 PATTERN = (None, None, 0, 0, None, 1, 1, 1)

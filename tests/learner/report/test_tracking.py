@@ -17,12 +17,12 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from msgspec import structs
 
-from learner.report.records import EARLIER
-from learner.report.trackers import TRACKERS, Tracker, wanted_trackers
-from learner.report.tracking import FILE_NAME, Background, Memory, Tracking, numbers, sent_settings, start_of
-from protocol.config import ConfigError, RunConfig, TrackingSection
-from protocol.config.sections import run
-from protocol.rollouts import RolloutView
+from slipstream.learner.report.records import EARLIER
+from slipstream.learner.report.trackers import TRACKERS, Tracker, wanted_trackers
+from slipstream.learner.report.tracking import FILE_NAME, Background, Memory, Tracking, numbers, sent_settings, start_of
+from slipstream.protocol.config import ConfigError, RunConfig, TrackingSection
+from slipstream.protocol.config.sections import run
+from slipstream.protocol.rollouts import RolloutView
 from tests.kit import LEARNER, config
 from tests.learner.report.test_summary import step_record
 
@@ -265,8 +265,8 @@ def test_the_run_file_takes_the_trackers_that_there_are() -> None:
 def test_trackers_are_listed_without_accelerate() -> None:
     code = (
         "import sys\n"
-        "from learner.report.trackers import wanted_trackers\n"
-        "from protocol.config import TrackingSection\n"
+        "from slipstream.learner.report.trackers import wanted_trackers\n"
+        "from slipstream.protocol.config import TrackingSection\n"
         "assert wanted_trackers(TrackingSection()) == []\n"
         "assert not {'accelerate', 'torch'} & set(sys.modules)\n"
     )

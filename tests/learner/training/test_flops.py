@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from learner.feed.packing import pack
-from learner.model.policy import Policy
-from learner.training import flops
-from learner.training.flops import Meter, Work, peak_of
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.training import flops
+from slipstream.learner.training.flops import Meter, Work, peak_of
 from tests.kit.learner import sample
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.drift import drift_sums
-from learner.feed import packing
-from learner.feed.packing import PackedRow, pack
-from learner.model.policy import Policy, Scoring
-from learner.training.passes import Known, Preparation
-from learner.training.step_sums import add, sampler_kl
-from protocol.config import LearnerSection
-from protocol.config.sections.presets import PRESETS
+from slipstream.learner.algorithm.algorithm import Algorithm
+from slipstream.learner.algorithm.drift import drift_sums
+from slipstream.learner.feed import packing
+from slipstream.learner.feed.packing import PackedRow, pack
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.training.passes import Known, Preparation
+from slipstream.learner.training.step_sums import add, sampler_kl
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.sections.presets import PRESETS
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.model import tiny_model
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithm import corrections
-from learner.algorithm.corrections import ProximalInputs
-from learner.feed.packing import pack
-from learner.model.policy import Policy
-from learner.training.trainer import DivergedError, StepMetrics, Trainer
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm import corrections
+from slipstream.learner.algorithm.corrections import ProximalInputs
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import sample, step_rollouts
 
 SAMPLES = [sample(20, 5, seed, rollout=seed // 2) for seed in range(8)]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, Sample, SampledFrom, pack, pack_row
-from learner.model.policy import Policy
-from learner.training.trainer import StepMetrics, Trainer
-from protocol.config import LearnerSection
+from slipstream.learner.algorithm.objectives import OBJECTIVES
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, pack, pack_row
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 from tests.kit.messages import VOCABULARY
 

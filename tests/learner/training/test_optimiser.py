@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers.training_args import OptimizerNames
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import CheckpointInfo, Sources
-from learner.feed.packing import pack
-from learner.model.build import load_policy
-from learner.model.policy import Policy, Scoring
-from learner.training import optimiser
-from learner.training.optimiser import MuonWithAdamW
-from learner.training.trainer import Trainer
-from protocol.config import ConfigError, LearnerSection, ModelSection
-from protocol.config.sections.learner import OptimiserName
+from slipstream.learner.checkpoints import checkpoint
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.feed.packing import pack
+from slipstream.learner.model.build import load_policy
+from slipstream.learner.model.policy import Policy, Scoring
+from slipstream.learner.training import optimiser
+from slipstream.learner.training.optimiser import MuonWithAdamW
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
+from slipstream.protocol.config.sections.learner import OptimiserName
 from tests.kit.learner import sample, step_rollouts
 
 MakePolicy = Callable[..., Policy]

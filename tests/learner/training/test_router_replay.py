@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.feed.packing import Sample, pack
-from learner.feed.recorded_experts import RoutedLayers
-from learner.report.sampler_checks import no_experts_warning
-from learner.training.trainer import Trainer
-from protocol.config import LearnerSection
-from protocol.messages import RoutedExperts, Segment
+from slipstream.learner.feed.packing import Sample, pack
+from slipstream.learner.feed.recorded_experts import RoutedLayers
+from slipstream.learner.report.sampler_checks import no_experts_warning
+from slipstream.learner.training.trainer import Trainer
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.messages import RoutedExperts, Segment
 from tests.kit.learner import step_rollouts
 from tests.learner.attention.test_experts import policy_of, recorded
 from tests.learner.families import MIXTURES

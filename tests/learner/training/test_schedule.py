@@ -11,10 +11,10 @@ from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
-from learner.training.optimiser import schedule_factor
-from protocol.config import ConfigError, LearnerSection
-from protocol.config.checks import SCHEDULE_ARGUMENTS
-from protocol.config.sections.learner import ScheduleName
+from slipstream.learner.training.optimiser import schedule_factor
+from slipstream.protocol.config import ConfigError, LearnerSection
+from slipstream.protocol.config.checks import SCHEDULE_ARGUMENTS
+from slipstream.protocol.config.sections.learner import ScheduleName
 
 NEEDED: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.feed.packing import PackedRow, Sample, pack
-from learner.model.policy import Policy
-from learner.training.trainer import StepMetrics, Trainer
-from protocol.config import LearnerSection
+from slipstream.learner.feed.packing import PackedRow, Sample, pack
+from slipstream.learner.model.policy import Policy
+from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
 # Some rollouts stay, some go.

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError, RunConfig, load, resolve
-from protocol.config.adapter_checks import find_adapter_warnings, is_adapter_published_alone, merged_adapter_message
+from slipstream.protocol.config import ConfigError, RunConfig, load, resolve
+from slipstream.protocol.config.adapter_checks import (
+    find_adapter_warnings,
+    is_adapter_published_alone,
+    merged_adapter_message,
+)
 
 
 def made(**sections: dict[str, Any]) -> RunConfig:

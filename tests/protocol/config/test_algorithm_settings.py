@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import pytest
 
-from protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
-from protocol.config.checks import READERS, find_algorithm_warnings
-from protocol.config.schema import TRL_NAMES
-from protocol.config.sections.base import toml_value
-from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
+from slipstream.protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
+from slipstream.protocol.config.checks import READERS, find_algorithm_warnings
+from slipstream.protocol.config.schema import TRL_NAMES
+from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 from slipstream.trl.fields import FIELDS as FIELDS_OF_TRL
 
 FIELDS = LearnerSection.model_fields

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from protocol.addresses import checked_url, mcp_command
-from protocol.config.checks import RESERVED
+from slipstream.protocol.addresses import checked_url, mcp_command
+from slipstream.protocol.config.checks import RESERVED
 from tests.kit import config
 
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError, model_validator
 
-from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
-from protocol.config.schema import REMOVED
-from protocol.config.sections import Section
-from protocol.config.sections.processes import STORES
-from protocol.config.text import explain
+from slipstream.protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
+from slipstream.protocol.config.schema import REMOVED
+from slipstream.protocol.config.sections import Section
+from slipstream.protocol.config.sections.processes import STORES
+from slipstream.protocol.config.text import explain
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
 FILES: tuple[Need, ...] = ("task", "model")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config import ConfigError, EvalSection, load
-from protocol.status import Evaluation, evaluation_metrics
+from slipstream.protocol.config import ConfigError, EvalSection, load
+from slipstream.protocol.status import Evaluation, evaluation_metrics
 from tests.kit import config
 
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from protocol.config import ConfigError, fingerprint
+from slipstream.protocol.config import ConfigError, fingerprint
 from tests.kit import config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config.machine import bfloat16_unit
+from slipstream.protocol.config.machine import bfloat16_unit
 
 
 @pytest.mark.parametrize(

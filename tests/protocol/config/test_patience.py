@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import RunConfig, checks
+from slipstream.protocol.config import RunConfig, checks
 from tests.kit import config
 
 seconds = st.floats(1.0, 10_000.0)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.checks import find_quorum_warnings
-from protocol.config.sections.servers import MAX_SERVERS
-from rollout_queue.ledger import server_registry
+from slipstream.protocol.config.checks import find_quorum_warnings
+from slipstream.protocol.config.sections.servers import MAX_SERVERS
+from slipstream.rollout_queue.ledger import server_registry
 from tests.kit import config
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config import LearnerSection
-from protocol.config.sections import algorithm
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config.sections import algorithm
 from tests.kit import config
 
 

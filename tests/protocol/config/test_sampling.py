@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.sections import sampling
-from protocol.config.sections.sampling import GenerationKwargs, mismatches, typed
-from rollout_worker.inference.wire import SamplingParams
+from slipstream.protocol.config.sections import sampling
+from slipstream.protocol.config.sections.sampling import GenerationKwargs, mismatches, typed
+from slipstream.rollout_worker.inference.wire import SamplingParams
 from tests.kit import config
 
 OFF: dict[str, dict[str, Any]] = {

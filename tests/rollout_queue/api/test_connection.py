@@ -21,20 +21,20 @@ import pytest
 import uvicorn
 from prometheus_client import generate_latest
 
-from protocol import access, codec, reasons
-from protocol.client import JSON, QueueClient
-from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, TicketRequest, WorkerReport
-from protocol.status import Status
-from rollout_queue.api.app import create_app
-from rollout_queue.api.connection import Connection, ConnectionLimits, bounded_by
-from rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Kind, Shares, fit, kind_of
-from rollout_queue.api.requests import ByteBudget
-from rollout_queue.broker import learner
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger import validation
-from rollout_queue.observe.observations import Observations
-from rollout_queue.service import listen
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import JSON, QueueClient
+from slipstream.protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, TicketRequest, WorkerReport
+from slipstream.protocol.status import Status
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.api.connection import Connection, ConnectionLimits, bounded_by
+from slipstream.rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Kind, Shares, fit, kind_of
+from slipstream.rollout_queue.api.requests import ByteBudget
+from slipstream.rollout_queue.broker import learner
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger import validation
+from slipstream.rollout_queue.observe.observations import Observations
+from slipstream.rollout_queue.service import listen
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, listening, serve_version, serving, until
@@ -586,7 +586,7 @@ def test_connections_fit_the_file_descriptors(descriptors: int, workers: int) ->
 RAISED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from rollout_queue.api.connection_pool import raise_descriptors
+from slipstream.rollout_queue.api.connection_pool import raise_descriptors
 print(raise_descriptors(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

@@ -11,14 +11,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from protocol import access, reasons
-from protocol.client import JSON, QueueClient
-from protocol.history import PageData
-from protocol.messages import BeginSession, LeaseAck, LeaseRequest, TicketFailure, TicketRequest
-from protocol.rollouts import TicketLife
-from rollout_queue import page, store
-from rollout_queue.broker import lifecycle, viewers
-from rollout_queue.observe.history import History
+from slipstream.protocol import access, reasons
+from slipstream.protocol.client import JSON, QueueClient
+from slipstream.protocol.history import PageData
+from slipstream.protocol.messages import BeginSession, LeaseAck, LeaseRequest, TicketFailure, TicketRequest
+from slipstream.protocol.rollouts import TicketLife
+from slipstream.rollout_queue import page, store
+from slipstream.rollout_queue.broker import lifecycle, viewers
+from slipstream.rollout_queue.observe.history import History
 from tests.kit import config
 from tests.kit.messages import SERVER, group
 from tests.kit.queue import Served, serve_version, serving, until

@@ -5,13 +5,13 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from protocol import access, codec
-from protocol.client import QueueClient, QueueRefused
-from protocol.config import ConfigError
-from protocol.messages import ErrorBody
-from rollout_queue import service
-from rollout_queue.api.app import create_app
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol import access, codec
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import ErrorBody
+from slipstream.rollout_queue import service
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.queue import serving
 

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from protocol import access, codec
-from protocol.client import MSGPACK, QueueClient
-from protocol.messages import BeginSession, TicketRequest, WorkerReport
-from rollout_queue.api.app import create_app
-from rollout_queue.api.requests import HTTP_STATUS
-from rollout_queue.api.schema import openapi
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol import access, codec
+from slipstream.protocol.client import MSGPACK, QueueClient
+from slipstream.protocol.messages import BeginSession, TicketRequest, WorkerReport
+from slipstream.rollout_queue.api.app import create_app
+from slipstream.rollout_queue.api.requests import HTTP_STATUS
+from slipstream.rollout_queue.api.schema import openapi
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.queue import listening, serve_version, serving
 

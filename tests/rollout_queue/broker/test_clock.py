@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.broker.clock import TICK_S, AwakeClock, Clock, WallClock
+from slipstream.rollout_queue.broker.clock import TICK_S, AwakeClock, Clock, WallClock
 
 
 @given(st.lists(st.floats(0, 100)))

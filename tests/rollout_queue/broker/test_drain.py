@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.messages import BeginSession, Server, ServerChange, ServerState, WorkerReport
-from rollout_queue.broker import learner, lifecycle, workers
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import Clock
-from rollout_queue.store.memory import MemoryStore
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol.messages import BeginSession, Server, ServerChange, ServerState, WorkerReport
+from slipstream.rollout_queue.broker import learner, lifecycle, workers
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import Clock
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import access, codec, reasons
-from protocol.client import QueueClient, QueueError, Unreachable
-from protocol.messages import (
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import QueueClient, QueueError, Unreachable
+from slipstream.protocol.messages import (
     BeginSession,
     Fingerprint,
     LeaseAck,
@@ -27,16 +27,16 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from protocol.status import EvaluationRequest
-from rollout_queue.broker import broker as broker_module
-from rollout_queue.broker import learner, lifecycle, workers
-from rollout_queue.broker import writer as writer_module
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Decision, Refusal, TicketState
-from rollout_queue.store.base import Superseded
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.memory import MemoryStore
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol.status import EvaluationRequest
+from slipstream.rollout_queue.broker import broker as broker_module
+from slipstream.rollout_queue.broker import learner, lifecycle, workers
+from slipstream.rollout_queue.broker import writer as writer_module
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger.records import Decision, Refusal, TicketState
+from slipstream.rollout_queue.store.base import Superseded
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime, serving

@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from protocol.client import QueueClient
-from protocol.messages import (
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.messages import (
     BeginSession,
     LeaseAck,
     LeaseRequest,
@@ -26,10 +26,10 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
-from rollout_queue.ledger.evaluations import MAX_ENDED, MAX_OPEN
-from rollout_queue.ledger.records import Decision
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
+from slipstream.rollout_queue.ledger.evaluations import MAX_ENDED, MAX_OPEN
+from slipstream.rollout_queue.ledger.records import Decision
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.broker import DECLARED, FOUND
 from tests.kit.messages import SERVER, group_of_roles, segment

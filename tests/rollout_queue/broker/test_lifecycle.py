@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol import history, reasons
-from protocol.config import ConfigError
-from rollout_queue.broker import lifecycle
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import AwakeClock, Clock
-from rollout_queue.ledger import server_registry
-from rollout_queue.ledger.records import Refusal
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol import history, reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.broker import lifecycle
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import AwakeClock, Clock
+from slipstream.rollout_queue.ledger import server_registry
+from slipstream.rollout_queue.ledger.records import Refusal
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.queue import FakeTime
 from tests.rollout_queue.broker.test_writer import until

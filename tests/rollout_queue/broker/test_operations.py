@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import reasons
-from protocol.messages import (
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import (
     BeginSession,
     Checkpointed,
     Fingerprint,
@@ -28,16 +28,16 @@ from protocol.messages import (
     Waiting,
     WorkerReport,
 )
-from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, lifecycle, workers
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.payload_cache import PayloadCache
-from rollout_queue.ledger import leases
-from rollout_queue.ledger.open_evaluations import EvalTally
-from rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME, groups_of
+from slipstream.protocol.status import EvaluationRequest
+from slipstream.rollout_queue.broker import learner, lifecycle, workers
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.payload_cache import PayloadCache
+from slipstream.rollout_queue.ledger import leases
+from slipstream.rollout_queue.ledger.open_evaluations import EvalTally
+from slipstream.rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME, groups_of
 from tests.kit import config
 from tests.kit.broker import URL, draw, running, stays, submit
 from tests.kit.messages import SERVER

@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from protocol import codec, reasons, trained_record
-from protocol.client import QueueClient
-from protocol.config import RunConfig
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, TicketRequest
-from protocol.trained_record import Head
-from rollout_queue import store
-from rollout_queue.broker.recorder import Recorder
+from slipstream.protocol import codec, reasons, trained_record
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, TicketRequest
+from slipstream.protocol.trained_record import Head
+from slipstream.rollout_queue import store
+from slipstream.rollout_queue.broker.recorder import Recorder
 from tests.kit import config, group
 from tests.kit.queue import Served, serve_version, serving
 

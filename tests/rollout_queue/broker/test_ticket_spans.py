@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol.messages import LeaseAck, LeaseRequest
-from protocol.tracing import TicketTrace
-from rollout_queue.broker import learner
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol.messages import LeaseAck, LeaseRequest
+from slipstream.protocol.tracing import TicketTrace
+from slipstream.rollout_queue.broker import learner
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit.broker import draw, running, stays, submit
 from tests.kit.traces import traced
 

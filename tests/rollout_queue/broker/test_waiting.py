@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from protocol import reasons
-from protocol.messages import FinishRun, Server, ServerChange, ServerState, TicketFailure, TicketRequest
-from rollout_queue.broker import learner, workers
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.waiting import MAX_POLLS, Place, TicketLine
-from rollout_queue.ledger.records import Refusal
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import FinishRun, Server, ServerChange, ServerState, TicketFailure, TicketRequest
+from slipstream.rollout_queue.broker import learner, workers
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.waiting import MAX_POLLS, Place, TicketLine
+from slipstream.rollout_queue.ledger.records import Refusal
 from tests.kit.broker import URL, running, stays
 from tests.kit.messages import SERVER
 

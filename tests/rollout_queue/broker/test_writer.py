@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from protocol import reasons
-from rollout_queue.broker import lifecycle
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import Clock
-from rollout_queue.broker.lifecycle import ALIVE_S
-from rollout_queue.broker.writer import Writer
-from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketRecord
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.memory import MemoryStore
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol import reasons
+from slipstream.rollout_queue.broker import lifecycle
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.broker.clock import Clock
+from slipstream.rollout_queue.broker.lifecycle import ALIVE_S
+from slipstream.rollout_queue.broker.writer import Writer
+from slipstream.rollout_queue.ledger.records import Decision, Refusal, RunState, TicketRecord
+from slipstream.rollout_queue.store.base import StoreError
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
 from tests.kit.broker import draw, running
 from tests.kit.queue import FakeTime, until
@@ -129,7 +129,7 @@ class BriefStore(MemoryStore):
 @pytest.fixture
 def brief_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """Commits shorter than this are brief: so long that a busy machine makes none of them look slow."""
-    monkeypatch.setattr("rollout_queue.broker.writer.BRIEF_S", 0.3)
+    monkeypatch.setattr("slipstream.rollout_queue.broker.writer.BRIEF_S", 0.3)
     return 0.3
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFacts
+from slipstream.rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFacts
 from tests.kit import config
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.ledger.deadlines import Deadlines
+from slipstream.rollout_queue.ledger.deadlines import Deadlines
 
 TIMEOUT_S, MAX_AGE_S = 10.0, 25.0
 

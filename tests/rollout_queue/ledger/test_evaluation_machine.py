@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from protocol import reasons
-from protocol.messages import BeginSession, Fingerprint, Server, ServerState
-from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.ledger import evaluations, leases, servers, tickets
-from rollout_queue.ledger.evaluations import Asking
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.open_evaluations import Evaluations, OpenEvaluation
-from rollout_queue.ledger.records import Decision, GroupFacts, Refusal, SampledBy, TicketRecord, TicketState
-from rollout_queue.ledger.server_registry import lost
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import BeginSession, Fingerprint, Server, ServerState
+from slipstream.protocol.status import Evaluation, EvaluationRequest
+from slipstream.rollout_queue.ledger import evaluations, leases, servers, tickets
+from slipstream.rollout_queue.ledger.evaluations import Asking
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.open_evaluations import Evaluations, OpenEvaluation
+from slipstream.rollout_queue.ledger.records import Decision, GroupFacts, Refusal, SampledBy, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.server_registry import lost
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue

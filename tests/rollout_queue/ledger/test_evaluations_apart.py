@@ -14,8 +14,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol import codec
-from protocol.messages import (
+from slipstream.protocol import codec
+from slipstream.protocol.messages import (
     BeginSession,
     Checkpointed,
     FinishRun,
@@ -28,11 +28,11 @@ from protocol.messages import (
     TicketFailure,
     WorkerReport,
 )
-from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, lifecycle, workers
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import LIVE, Refusal
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol.status import EvaluationRequest
+from slipstream.rollout_queue.broker import learner, lifecycle, workers
+from slipstream.rollout_queue.broker.broker import Broker
+from slipstream.rollout_queue.ledger.records import LIVE, Refusal
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.broker import DECLARED, FOUND, draw, stays, submit
 from tests.kit.messages import SERVER

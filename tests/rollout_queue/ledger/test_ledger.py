@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from protocol import reasons
-from protocol.messages import BeginSession, LeaseAck, Server, ServerState, SessionStart
-from rollout_queue.ledger import leases, servers, tickets
-from rollout_queue.ledger.admission import Admission, QueueLoad
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import (
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import BeginSession, LeaseAck, Server, ServerState, SessionStart
+from slipstream.rollout_queue.ledger import leases, servers, tickets
+from slipstream.rollout_queue.ledger.admission import Admission, QueueLoad
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     OUTSTANDING,
@@ -28,9 +28,9 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.messages import BeginSession, LeaseAck, Server, ServerState
-from rollout_queue.ledger import leases, servers, tickets
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import (
+from slipstream.protocol.messages import BeginSession, LeaseAck, Server, ServerState
+from slipstream.rollout_queue.ledger import leases, servers, tickets
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import (
     Decision,
     GroupFacts,
     Refusal,
@@ -22,7 +22,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.server_registry import ServerRegistry, lost
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry, lost
 from tests.kit import config
 
 NAMES = ["a", "b", "c"]

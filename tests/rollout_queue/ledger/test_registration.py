@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import access, reasons
-from protocol.client import QueueClient, QueueRefused
-from protocol.config import fingerprint
-from protocol.messages import (
+from slipstream.protocol import access, reasons
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.config import fingerprint
+from slipstream.protocol.messages import (
     BeginSession,
     Fingerprint,
     LeaseRequest,
@@ -24,10 +24,10 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
-from rollout_queue.ledger.records import Refusal, RunState
-from rollout_queue.ledger.registration import admit
-from rollout_queue.store.base import Store
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.ledger.records import Refusal, RunState
+from slipstream.rollout_queue.ledger.registration import admit
+from slipstream.rollout_queue.store.base import Store
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.queue import Served, serve_version, serving
 

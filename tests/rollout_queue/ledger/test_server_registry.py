@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import Server, ServerState
-from rollout_queue.ledger.records import Refusal, ServerRecord
-from rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_queue.ledger.records import Refusal, ServerRecord
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
 
 NAMES = ["a", "b", "c"]
 Event = tuple[str, ServerState | None, int]

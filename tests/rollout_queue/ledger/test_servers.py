@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import Rollout, Server, ServerState
-from rollout_queue.ledger import leases
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import (
+from slipstream.protocol.messages import Rollout, Server, ServerState
+from slipstream.rollout_queue.ledger import leases
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import (
     GroupFacts,
     Refusal,
     RunState,
@@ -20,8 +20,8 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.server_registry import ALLOWED, ServerRegistry
-from rollout_queue.ledger.servers import distrust_unproven, drain, put, remove
+from slipstream.rollout_queue.ledger.server_registry import ALLOWED, ServerRegistry
+from slipstream.rollout_queue.ledger.servers import distrust_unproven, drain, put, remove
 from tests.kit import config, group
 from tests.kit.messages import segment
 

@@ -13,11 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import codec, reasons
-from protocol.images import Image, ImagePlace, PackedArray
-from protocol.messages import Group, LeaseReply, Rollout, RoutedExperts, SamplingMask, Segment, Ticket, VersionSpan
-from rollout_queue.ledger import validation
-from rollout_queue.ledger.records import Refusal, TicketRecord
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.images import Image, ImagePlace, PackedArray
+from slipstream.protocol.messages import (
+    Group,
+    LeaseReply,
+    Rollout,
+    RoutedExperts,
+    SamplingMask,
+    Segment,
+    Ticket,
+    VersionSpan,
+)
+from slipstream.rollout_queue.ledger import validation
+from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
 from tests.kit import group, segment
 from tests.kit.messages import VOCABULARY
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol.messages import BeginSession, LeaseAck, Server, ServerState
-from rollout_queue.ledger import evaluations, leases, servers, tickets
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, GroupFacts, SampledBy, TicketRecord, TicketState
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol.messages import BeginSession, LeaseAck, Server, ServerState
+from slipstream.rollout_queue.ledger import evaluations, leases, servers, tickets
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import Decision, GroupFacts, SampledBy, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.history import Event
-from protocol.status import LearnerStatus
-from rollout_queue.observe.changes import ChangeFinder
-from rollout_queue.observe.diagnosis import Symptoms, diagnose
-from rollout_queue.observe.history import History
-from rollout_queue.observe.windows import GroupOutcome
+from slipstream.protocol.history import Event
+from slipstream.protocol.status import LearnerStatus
+from slipstream.rollout_queue.observe.changes import ChangeFinder
+from slipstream.rollout_queue.observe.diagnosis import Symptoms, diagnose
+from slipstream.rollout_queue.observe.history import History
+from slipstream.rollout_queue.observe.windows import GroupOutcome
 from tests.kit import config
 from tests.kit.status import status
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import reasons
-from protocol.client import QueueClient, QueueRefused
-from protocol.collapse import Row
-from protocol.messages import (
+from slipstream.protocol import reasons
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.collapse import Row
+from slipstream.protocol.messages import (
     BeginSession,
     Fingerprint,
     LearnerReport,
@@ -21,11 +21,11 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from protocol.messages import Notice as Told
-from protocol.rollouts import TOOLS_OFFERED
-from protocol.status import Cause, Notice, WorkerStatus
-from rollout_queue.observe.diagnosis import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
-from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
+from slipstream.protocol.messages import Notice as Told
+from slipstream.protocol.rollouts import TOOLS_OFFERED
+from slipstream.protocol.status import Cause, Notice, WorkerStatus
+from slipstream.rollout_queue.observe.diagnosis import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
+from slipstream.rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
 from tests.kit import config, group
 from tests.kit.messages import group_of_roles
 from tests.kit.queue import serve_version, serving

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol import access, codec, reasons
-from protocol.client import QueueClient, QueueError, QueueRefused
-from protocol.messages import BeginSession, LeaseRequest, Notice, TicketFailure, TicketRequest, WorkerReport
-from rollout_queue.ledger.records import Refusal, TicketRecord
-from rollout_queue.observe.early_failure import EarlyFailureCheck
-from rollout_queue.store.sqlite import SqliteStore
+from slipstream.protocol import access, codec, reasons
+from slipstream.protocol.client import QueueClient, QueueError, QueueRefused
+from slipstream.protocol.messages import BeginSession, LeaseRequest, Notice, TicketFailure, TicketRequest, WorkerReport
+from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
+from slipstream.rollout_queue.observe.early_failure import EarlyFailureCheck
+from slipstream.rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving
 

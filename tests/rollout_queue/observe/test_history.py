@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol import history as stored
-from protocol.history import time_row
-from protocol.messages import ServerState
-from protocol.status import Cause, Evaluation, LearnerStatus, Notice, Stall, Status, Wait
-from rollout_queue.observe import history
-from rollout_queue.observe.history import WRITE_S, History, between
+from slipstream.protocol import history as stored
+from slipstream.protocol.history import time_row
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.status import Cause, Evaluation, LearnerStatus, Notice, Stall, Status, Wait
+from slipstream.rollout_queue.observe import history
+from slipstream.rollout_queue.observe.history import WRITE_S, History, between
 from tests.kit.status import server, status, worker
 
 MANY = 10**9

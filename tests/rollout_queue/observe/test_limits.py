@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import LearnerReport, WorkerReport
-from rollout_queue.observe.limits import LimitInputs, LimitWindow, SlotTimes, limit_of, scaling_of, slowest_tool
-from rollout_queue.observe.windows import ToolCounts
-from rollout_queue.observe.workers import WorkerReports
+from slipstream.protocol.messages import LearnerReport, WorkerReport
+from slipstream.rollout_queue.observe.limits import (
+    LimitInputs,
+    LimitWindow,
+    SlotTimes,
+    limit_of,
+    scaling_of,
+    slowest_tool,
+)
+from slipstream.rollout_queue.observe.windows import ToolCounts
+from slipstream.rollout_queue.observe.workers import WorkerReports
 from tests.kit.config import config
 
 

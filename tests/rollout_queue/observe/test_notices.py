@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol import access, reasons
-from protocol.client import QueueClient, QueueRefused
-from protocol.messages import (
+from slipstream.protocol import access, reasons
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.messages import (
     BeginSession,
     LearnerReport,
     LeaseAck,
@@ -17,7 +17,7 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.observe.notices import AGAIN_AFTER_S, MAX_CHARACTERS, MAX_NOTICES, Notices
+from slipstream.rollout_queue.observe.notices import AGAIN_AFTER_S, MAX_CHARACTERS, MAX_NOTICES, Notices
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol import codec
-from protocol.client import QueueClient
-from protocol.messages import (
+from slipstream.protocol import codec
+from slipstream.protocol.client import QueueClient
+from slipstream.protocol.messages import (
     BeginSession,
     Group,
     LearnerReport,
@@ -26,9 +26,9 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue import store
-from rollout_queue.observe.limits import SlotTimes
-from rollout_queue.observe.prometheus import Histograms
+from slipstream.rollout_queue import store
+from slipstream.rollout_queue.observe.limits import SlotTimes
+from slipstream.rollout_queue.observe.prometheus import Histograms
 from tests.kit import config, group
 from tests.kit.queue import Served, serve_version, serving
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import access
-from protocol.client import QueueClient, QueueRefused
-from protocol.messages import BeginSession, TicketRequest
-from protocol.rollouts import RolloutView
-from rollout_queue.observe.windows import MAX_BYTES, MAX_GROUPS, RecentRollouts, pick_rollouts
+from slipstream.protocol import access
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.messages import BeginSession, TicketRequest
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.rollout_queue.observe.windows import MAX_BYTES, MAX_GROUPS, RecentRollouts, pick_rollouts
 from tests.kit import config, group
 from tests.kit.messages import group_of_roles
 from tests.kit.queue import serve_version, serving

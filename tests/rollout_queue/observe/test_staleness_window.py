@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
-from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, StalenessWindow, age_of
+from slipstream.rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
+from slipstream.rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, StalenessWindow, age_of
 
 
 def trained(oldest: int, arrival: int, version: int) -> TicketRecord:

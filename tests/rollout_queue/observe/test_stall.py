@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from protocol import reasons
-from protocol.messages import Server, ServerState
-from protocol.status import GroupCounts
-from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.observe.stall import StallInputs, StepProgress, alarm_after_s, judge
+from slipstream.protocol import reasons
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.status import GroupCounts
+from slipstream.rollout_queue.ledger.records import TicketRecord, TicketState
+from slipstream.rollout_queue.observe.stall import StallInputs, StepProgress, alarm_after_s, judge
 
 SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
 DOWN = [*SERVING, Server("vllm-1", "u", ServerState.DOWN, 3, "connection refused")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from protocol.messages import WorkerReport
-from protocol.status import Wait
-from rollout_queue.observe.observations import Observations
-from rollout_queue.observe.waits import Waits, group_alike
+from slipstream.protocol.messages import WorkerReport
+from slipstream.protocol.status import Wait
+from slipstream.rollout_queue.observe.observations import Observations
+from slipstream.rollout_queue.observe.waits import Waits, group_alike
 
 
 def test_i7_a_wait_over_several_polls_keeps_its_beginning() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import WorkerReport
-from protocol.status import WorkerStatus
-from rollout_queue.observe.workers import WorkerReports
+from slipstream.protocol.messages import WorkerReport
+from slipstream.protocol.status import WorkerStatus
+from slipstream.rollout_queue.observe.workers import WorkerReports
 
 
 def statuses(workers: WorkerReports, now: float, **waits: str) -> list[WorkerStatus]:

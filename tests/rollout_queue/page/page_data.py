@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import Proof, ServerState
-from protocol.rollouts import RolloutView
-from protocol.status import (
+from slipstream.protocol.messages import Proof, ServerState
+from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import (
     Cause,
     Evaluation,
     GroupCounts,

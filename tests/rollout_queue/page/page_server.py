@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from deploy.commands.report import as_one_file
-from protocol.history import PageData
-from rollout_queue import page
+from slipstream.deploy.commands.report import as_one_file
+from slipstream.protocol.history import PageData
+from slipstream.rollout_queue import page
 from tests.rollout_queue.page.page_data import Json, make_page
 
 CSP = (

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from deploy.commands.plan_page import page_data, view
-from deploy.planning.advice import plan
-from deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
-from deploy.planning.serving import Curve
-from protocol.history import PageData
+from slipstream.deploy.commands.plan_page import page_data, view
+from slipstream.deploy.planning.advice import plan
+from slipstream.deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
+from slipstream.deploy.planning.serving import Curve
+from slipstream.protocol.history import PageData
 from tests.kit.config import config
 from tests.rollout_queue.page.page_server import write_report
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import pytest
 
-from protocol.client import QueueClient, QueueRefused
-from protocol.config import RunConfig
-from protocol.messages import (
+from slipstream.protocol.client import QueueClient, QueueRefused
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import (
     BeginSession,
     Fingerprint,
     LeaseAck,
@@ -26,8 +26,8 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue import service
-from rollout_queue.observe import workers
+from slipstream.rollout_queue import service
+from slipstream.rollout_queue.observe import workers
 from tests import kit
 from tests.kit.copies import Copy, start_function
 from tests.kit.messages import SERVER, group, segment
@@ -75,7 +75,7 @@ class RealQueue:
         self.ask(self._begin)
 
     def start(self) -> None:
-        self.process = start_function(("rollout_queue.service",), serve, self.config)
+        self.process = start_function(("slipstream.rollout_queue.service",), serve, self.config)
 
     def kill(self) -> None:
         self.process.kill()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol import checkpoints
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import RunState
-from rollout_queue.store import check_beside_run
+from slipstream.protocol import checkpoints
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import RunState
+from slipstream.rollout_queue.store import check_beside_run
 from tests.kit import config
 
 OWN = {"step": 8, "version": 10, "run": "run-a"}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import ConfigError, RunConfig
-from rollout_queue import store as stores
-from rollout_queue.store import copying
-from rollout_queue.store.base import Store
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.store import copying
+from slipstream.rollout_queue.store.base import Store
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.sqlite import SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import config
 from tests.kit.postgres import cluster
 from tests.kit.stores import active, in_every_table, with_store

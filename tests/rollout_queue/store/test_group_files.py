@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.store import copying, group_files, sqlite_file
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import SqliteReader, SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME, groups_of
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import TicketRecord, TicketState
+from slipstream.rollout_queue.store import copying, group_files, sqlite_file
+from slipstream.rollout_queue.store.base import StoreError
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.sqlite import SqliteReader, SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME, groups_of
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 import psycopg
 import pytest
 
-from protocol.config import ConfigError, QueueSection, RunConfig
-from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
-from rollout_queue.store import build, postgres, postgres_database
-from rollout_queue.store.base import MAX_SILENCE_S, StoreError, Superseded
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.copying import move_to_postgres
-from rollout_queue.store.postgres import PostgresStore
-from rollout_queue.store.postgres_database import LAYOUTS, Database, schema_of
-from rollout_queue.store.postgres_reader import PostgresReader
+from slipstream.protocol.config import ConfigError, QueueSection, RunConfig
+from slipstream.rollout_queue.ledger.records import RunState, TicketRecord, TicketState
+from slipstream.rollout_queue.store import build, postgres, postgres_database
+from slipstream.rollout_queue.store.base import MAX_SILENCE_S, StoreError, Superseded
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.copying import move_to_postgres
+from slipstream.rollout_queue.store.postgres import PostgresStore
+from slipstream.rollout_queue.store.postgres_database import LAYOUTS, Database, schema_of
+from slipstream.rollout_queue.store.postgres_reader import PostgresReader
 from tests.kit.config import config
 from tests.kit.copies import start_function
 from tests.kit.postgres import Cluster, cluster, killable_cluster

@@ -9,12 +9,12 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from protocol.config import QueueSection
-from rollout_queue.ledger.records import TicketRecord
-from rollout_queue.store import migrations, sql
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.postgres import PostgresStore
-from rollout_queue.store.postgres_database import Database, adapted
+from slipstream.protocol.config import QueueSection
+from slipstream.rollout_queue.ledger.records import TicketRecord
+from slipstream.rollout_queue.store import migrations, sql
+from slipstream.rollout_queue.store.changes import Changes
+from slipstream.rollout_queue.store.postgres import PostgresStore
+from slipstream.rollout_queue.store.postgres_database import Database, adapted
 from tests.kit.postgres import cluster
 from tests.kit.stores import in_every_table
 

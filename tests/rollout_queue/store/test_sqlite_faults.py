@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
-from rollout_queue.store import sql, sqlite, sqlite_file
-from rollout_queue.store.base import StoreError, Superseded
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import SqliteReader, SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME, INDEX, LOG
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import RunState, TicketRecord, TicketState
+from slipstream.rollout_queue.store import sql, sqlite, sqlite_file
+from slipstream.rollout_queue.store.base import StoreError, Superseded
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.sqlite import SqliteReader, SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME, INDEX, LOG
 
 REMEDY = r"move it away with its queue\.db-wal and queue\.db-shm, put a backup in its place"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from deploy.commands.look import print_ledger
-from protocol.config import ConfigError
-from rollout_queue.ledger.records import (
+from slipstream.deploy.commands.look import print_ledger
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     GroupFacts,
     RowResult,
@@ -25,12 +25,12 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store import migrations
-from rollout_queue.store.base import LedgerRow, StoreError
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.migrations import FIRST_LAYOUT, Migration, layout_of, newest_layout
-from rollout_queue.store.sqlite import SqliteReader, SqliteStore
-from rollout_queue.store.sqlite_file import FILE_NAME
+from slipstream.rollout_queue.store import migrations
+from slipstream.rollout_queue.store.base import LedgerRow, StoreError
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.migrations import FIRST_LAYOUT, Migration, layout_of, newest_layout
+from slipstream.rollout_queue.store.sqlite import SqliteReader, SqliteStore
+from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import config
 
 NEXT = Migration(

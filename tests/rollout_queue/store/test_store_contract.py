@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.config import ConfigError, RunConfig
-from protocol.config.sections.processes import STORES
-from protocol.messages import Server, ServerState
-from protocol.status import Evaluation
-from rollout_queue import store as stores
-from rollout_queue.ledger.records import (
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections.processes import STORES
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.protocol.status import Evaluation
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
     Distrust,
@@ -28,9 +28,9 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import LedgerRow, Store, StoreError
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.memory import MemoryStore
+from slipstream.rollout_queue.store.base import LedgerRow, Store, StoreError
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit.stores import active, with_store
 
 # Each store, and whether it keeps what was committed when it is closed and opened again.

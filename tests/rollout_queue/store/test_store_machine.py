@@ -13,13 +13,13 @@ import msgspec
 from hypothesis import settings
 from hypothesis.stateful import rule
 
-from protocol.config import RunConfig
-from rollout_queue import store as stores
-from rollout_queue.ledger import evaluations
-from rollout_queue.ledger.records import Decision, StoreContents, TicketRecord
-from rollout_queue.store.base import Store, StoreSize
-from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.memory import MemoryStore
+from slipstream.protocol.config import RunConfig
+from slipstream.rollout_queue import store as stores
+from slipstream.rollout_queue.ledger import evaluations
+from slipstream.rollout_queue.ledger.records import Decision, StoreContents, TicketRecord
+from slipstream.rollout_queue.store.base import Store, StoreSize
+from slipstream.rollout_queue.store.changes import Changes, Payload
+from slipstream.rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.postgres import cluster, find_programs
 from tests.kit.queue_machine import SabotagedQueue

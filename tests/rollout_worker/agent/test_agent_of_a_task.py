@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.task.agent import Agent, read_result
-from rollout_worker.task.task import Task
-from rollout_worker.tools.function import FunctionTool
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.agent import Agent, read_result
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.tools.function import FunctionTool
 from tests.kit.agent import agent_task
 from tests.kit.worker import accuracy, multiply, row, task
 

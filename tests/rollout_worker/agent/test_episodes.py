@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from protocol.config import ConfigError
+from slipstream.protocol.config import ConfigError
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of, results_of
 from tests.kit.fake_vllm import Fault
@@ -283,7 +283,7 @@ async def test_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept(
 
 
 async def test_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good_no_more(monkeypatch):
-    monkeypatch.setattr("rollout_worker.user_code.boundary._AGENT_ENDS_S", 0.05)
+    monkeypatch.setattr("slipstream.rollout_worker.user_code.boundary._AGENT_ENDS_S", 0.05)
     go_on, told = threading.Event(), []
 
     def agent(endpoint):

@@ -6,19 +6,19 @@ import time
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.agent.forced_calls import frame_of
-from rollout_worker.agent.formats import ChatFormats
-from rollout_worker.agent.session import AgentContext, Session
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.format_check import check_tool_format, turn_begins, turn_ends
-from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.episode import EpisodeSetup
-from rollout_worker.episodes.limits import Deadline, EpisodeLimits
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Sampled, SampledSpan
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.agent.forced_calls import frame_of
+from slipstream.rollout_worker.agent.formats import ChatFormats
+from slipstream.rollout_worker.agent.session import AgentContext, Session
+from slipstream.rollout_worker.chat.base import PromptError
+from slipstream.rollout_worker.chat.format_check import check_tool_format, turn_begins, turn_ends
+from slipstream.rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.episodes.episode import EpisodeSetup
+from slipstream.rollout_worker.episodes.limits import Deadline, EpisodeLimits
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.wire import Sampled, SampledSpan
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests import kit
 from tests.kit import renderer_cases, template_cases
 from tests.kit.agent import MULTIPLY, results_of

@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 from aiohttp.http_parser import DeflateBuffer
 
-from protocol.config import ConfigError
-from rollout_worker.agent import pace
-from rollout_worker.agent import server as agent_server
-from rollout_worker.agent.source import AgentSource
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.agent import pace
+from slipstream.rollout_worker.agent import server as agent_server
+from slipstream.rollout_worker.agent.source import AgentSource
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of
 from tests.kit.fake_vllm.policies import in_turn, scripted

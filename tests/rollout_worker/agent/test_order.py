@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.agent import ChatFormats, Session
-from rollout_worker.agent.session import AgentContext
-from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.limits import Deadline, EpisodeLimits
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Sampled, SampledSpan
+from slipstream.rollout_worker.agent import ChatFormats, Session
+from slipstream.rollout_worker.agent.session import AgentContext
+from slipstream.rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.episodes.limits import Deadline, EpisodeLimits
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.wire import Sampled, SampledSpan
 from tests import kit
 from tests.kit.agent import MULTIPLY, results_of
 from tests.kit.worker import TOKENIZER, chat_format, until

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rollout_worker.task.agent import max_open
+from slipstream.rollout_worker.task.agent import max_open
 from tests import kit
 from tests.kit.agent import agent_task, client_of
 from tests.kit.fake_vllm.policies import scripted

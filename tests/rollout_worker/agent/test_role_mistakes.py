@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_worker.task.agent import Endpoint
+from slipstream.rollout_worker.task.agent import Endpoint
 from tests.kit.agent import agent_task, client_of
 from tests.kit.worker import fake, roll
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.algorithm import advantages
-from learner.algorithm.step_data import StepRollouts
-from learner.feed.judged_groups import step_rollouts
-from protocol import codec, reasons
-from protocol.config import ConfigError, LearnerSection
-from protocol.messages import MAX_ROLES, Group, Rollout
-from rollout_queue.ledger import validation
-from rollout_queue.ledger.records import Refusal, TicketRecord
 from slipstream import Endpoint, Task, UntrainedModel
+from slipstream.learner.algorithm import advantages
+from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.judged_groups import step_rollouts
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.config import ConfigError, LearnerSection
+from slipstream.protocol.messages import MAX_ROLES, Group, Rollout
+from slipstream.rollout_queue.ledger import validation
+from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
 from tests import kit
 from tests.kit import segment
 from tests.kit.agent import client_of

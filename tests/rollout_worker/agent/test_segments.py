@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_worker.agent import segments
+from slipstream.rollout_worker.agent import segments
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of, results_of
 from tests.kit.fake_vllm.policies import in_turn, scripted

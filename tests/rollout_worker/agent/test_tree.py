@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol import codec
-from rollout_queue.ledger import validation
+from slipstream.protocol import codec
+from slipstream.rollout_queue.ledger import validation
 from tests import kit
 from tests.kit.agent import MULTIPLY, agent_task, client_of, results_of
 from tests.kit.fake_vllm import Fault

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.chat.template import TemplateFormat
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of
 from tests.kit.fake_vllm.policies import scripted

@@ -5,10 +5,10 @@ import copy
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.chat.format_check import check_tool_format
-from rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, ToolCall
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.format_check import check_tool_format
+from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, ToolCall
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit.template_cases import CASES, TEMPLATES, shipped
 from tests.kit.worker import multiply
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import ChatSection
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ChatSection
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ToolCall
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.worker import END_OF_TURN, TOKENIZER, multiply

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError
-from rollout_worker.chat.parser_choice import same_value
-from rollout_worker.chat.parsers import NAMES, Before, Thought, base, by_name, tagged_calls
-from rollout_worker.chat.parsers.base import MAX_CALLS, UNCLOSED_THOUGHT, CallFinder, MalformedCall, ToolCall
-from rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parser_choice import same_value
+from slipstream.rollout_worker.chat.parsers import NAMES, Before, Thought, base, by_name, tagged_calls
+from slipstream.rollout_worker.chat.parsers.base import MAX_CALLS, UNCLOSED_THOUGHT, CallFinder, MalformedCall, ToolCall
+from slipstream.rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 
 NOTHING = Before()
@@ -348,7 +348,7 @@ def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, ends, m
 
 
 OWN = """
-from rollout_worker.chat.base import ParsedTurn
+from slipstream.rollout_worker.chat.base import ParsedTurn
 
 def as_pairs(text):
     return [("f", {"a": 1})] if "CALL" in text else []

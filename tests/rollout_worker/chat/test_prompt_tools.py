@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from protocol.config import ConfigError
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.format_check import check_answer_format, check_tool_format
-from rollout_worker.chat.parsers.base import ToolCall
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.format_check import check_answer_format, check_tool_format
+from slipstream.rollout_worker.chat.parsers.base import ToolCall
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.agent import MULTIPLY, agent_task, client_of, results_of
 from tests.kit.agent import USER as AGENT_USER

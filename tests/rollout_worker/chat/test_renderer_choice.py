@@ -6,15 +6,15 @@ import re
 import pytest
 from renderers.base import MODEL_RENDERER_MAP
 
-from protocol.config import ConfigError
-from rollout_worker.chat import build as chat_package
-from rollout_worker.chat import renderer_settings
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.format_check import ToolFormatCheck
-from rollout_worker.chat.renderer import RendererFormat
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat import build as chat_package
+from slipstream.rollout_worker.chat import renderer_settings
+from slipstream.rollout_worker.chat.base import PromptError
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.format_check import ToolFormatCheck
+from slipstream.rollout_worker.chat.renderer import RendererFormat
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.renderer_cases import tokenizer_of

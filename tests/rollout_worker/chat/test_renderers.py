@@ -13,10 +13,10 @@ import renderers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker import user_code
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.base import PromptError
+from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ToolCall
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit.renderer_cases import CASES, SPECIAL_TOKENS, build
 
 pytestmark = pytest.mark.families("case")

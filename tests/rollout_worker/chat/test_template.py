@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from protocol.config import ConfigError, ModelSection
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.format_check import ToolFormatCheck, check_tool_format
-from rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, ToolCall
-from rollout_worker.chat.template import TemplateFormat, read_by
-from rollout_worker.chat.tokenizer import load_tokenizer, stop_ids
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol.config import ConfigError, ModelSection
+from slipstream.rollout_worker.chat.base import PromptError
+from slipstream.rollout_worker.chat.format_check import ToolFormatCheck, check_tool_format
+from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, ToolCall
+from slipstream.rollout_worker.chat.template import TemplateFormat, read_by
+from slipstream.rollout_worker.chat.tokenizer import load_tokenizer, stop_ids
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
 from tests.kit.template_cases import templates_folder

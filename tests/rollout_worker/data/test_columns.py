@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.data.columns import MAX_ROWS, Findings, check_rows, prompt_fault
-from rollout_worker.data.rows import Stream, Table, spread
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.data.columns import MAX_ROWS, Findings, check_rows, prompt_fault
+from slipstream.rollout_worker.data.rows import Stream, Table, spread
 
 ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError, TaskSection
-from rollout_worker.data.files import JsonLines
-from rollout_worker.data.rows import Row, Stream, Table
-from rollout_worker.task.task import Task, load_task
-from rollout_worker.worker import run
+from slipstream.protocol.config import ConfigError, TaskSection
+from slipstream.rollout_worker.data.files import JsonLines
+from slipstream.rollout_worker.data.rows import Row, Stream, Table
+from slipstream.rollout_worker.task.task import Task, load_task
+from slipstream.rollout_worker.worker import run
 from tests.kit import WORKER, config
 from tests.kit.worker import fake, roll, row, task
 

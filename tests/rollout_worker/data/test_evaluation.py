@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.config import ConfigError, RunConfig
-from protocol.messages import Ticket, WorkerReport
-from rollout_worker.data.dataset import check_evaluation, count_eval_rows, find_evaluation_warnings
-from rollout_worker.fingerprint import fingerprint_of
-from rollout_worker.task.task import Task
-from rollout_worker.user_code import UserCode
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import Ticket, WorkerReport
+from slipstream.rollout_worker.data.dataset import check_evaluation, count_eval_rows, find_evaluation_warnings
+from slipstream.rollout_worker.fingerprint import fingerprint_of
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault
 from tests.kit.stand_in_queue import StandInQueue, tickets_for

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.episodes.limits import EpisodeLimits
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits
 from tests.kit import config
 
 COUNT = st.integers(1, 5000)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.episodes.capacity import Capacity
 
 
 class Clock:

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from rollout_worker.chat.base import PromptError, checked
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.chat.base import PromptError, checked
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from tests.kit.renderer_cases import build
 from tests.kit.worker import END_OF_TURN, chat_format, multiply

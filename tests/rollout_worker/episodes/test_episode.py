@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.rollouts import TOOLS_OFFERED
-from rollout_queue.ledger import validation
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.episode import EpisodeSetup, whole_conversation
-from rollout_worker.episodes.limits import EpisodeLimits
-from rollout_worker.episodes.runner import MAX_SEGMENTS, EpisodeRunner
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Sampled, SampledSpan
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import UserCode
+from slipstream.protocol.rollouts import TOOLS_OFFERED
+from slipstream.rollout_queue.ledger import validation
+from slipstream.rollout_worker.chat.base import PromptError
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.episodes.episode import EpisodeSetup, whole_conversation
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits
+from slipstream.rollout_worker.episodes.runner import MAX_SEGMENTS, EpisodeRunner
+from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.wire import Sampled, SampledSpan
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import config
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply, until
 
@@ -248,7 +248,7 @@ async def test_an_episode_whose_format_cannot_go_on_ends_with_what_the_policy_sa
 
 
 async def test_an_episode_has_no_more_segments_than_the_queue_takes(monkeypatch):
-    monkeypatch.setattr("rollout_worker.episodes.runner.MAX_SEGMENTS", 3)
+    monkeypatch.setattr("slipstream.rollout_worker.episodes.runner.MAX_SEGMENTS", 3)
     notices = FailureNotices()
     episode, _ = await play(CALL, chat=NoSuffix(), prompt=QUESTION, notices=notices)
     assert (episode.rollout.finish_reason, len(episode.drafts)) == ("aborted", 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_worker.episodes.capacity import LoopYield
+from slipstream.rollout_worker.episodes.capacity import LoopYield
 
 
 async def rounds_of(loop_yield: LoopYield, tasks: int) -> list[int]:

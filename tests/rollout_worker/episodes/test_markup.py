@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episodes.tool_results import Markup, for_policy, markup_of
-from rollout_worker.tools.base import ToolResult
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.episodes.tool_results import Markup, for_policy, markup_of
+from slipstream.rollout_worker.tools.base import ToolResult
 from tests.kit.worker import END_OF_TURN, TOKENIZER
 
 MARKUP = markup_of(TOKENIZER)

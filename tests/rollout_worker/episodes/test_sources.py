@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from protocol import reasons
-from rollout_worker.agent.source import AgentSource
-from rollout_worker.data.columns import ENVIRONMENTS
-from rollout_worker.data.dataset import RowSample
-from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.conversation import ConversationSource
-from rollout_worker.episodes.environment import EnvironmentSource
-from rollout_worker.episodes.episode import Episode
-from rollout_worker.episodes.limits import EpisodeLimits
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import EpisodeSource, GroupPlan, SourceContext
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import EpisodeFailed
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.sampler import Sampler
-from rollout_worker.sources import SOURCES, source_of
-from rollout_worker.task.reward_base import RESULTS
-from rollout_worker.task.task import Task
-from rollout_worker.user_code import UserCode
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.agent.source import AgentSource
+from slipstream.rollout_worker.data.columns import ENVIRONMENTS
+from slipstream.rollout_worker.data.dataset import RowSample
+from slipstream.rollout_worker.episodes.capacity import Capacity
+from slipstream.rollout_worker.episodes.conversation import ConversationSource
+from slipstream.rollout_worker.episodes.environment import EnvironmentSource
+from slipstream.rollout_worker.episodes.episode import Episode
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits
+from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.episodes.source import EpisodeSource, GroupPlan, SourceContext
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import EpisodeFailed
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.rollout_worker.sources import SOURCES, source_of
+from slipstream.rollout_worker.task.reward_base import RESULTS
+from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.agent import MULTIPLY, agent_task, client_of, results_of
 from tests.kit.fake_vllm import Fault, serving

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episodes.tool_results import cut, cut_results, token_counter
-from rollout_worker.tools.base import ToolResult
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.episodes.tool_results import cut, cut_results, token_counter
+from slipstream.rollout_worker.tools.base import ToolResult
 from tests.kit.worker import END_OF_TURN, TOKENIZER
 
 COUNT = token_counter(TOKENIZER)

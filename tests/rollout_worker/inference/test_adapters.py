@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from protocol.messages import ServerState
-from protocol.versions import name_of, version_of
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.wire import SampledSpan
+from slipstream.protocol.messages import ServerState
+from slipstream.protocol.versions import name_of, version_of
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.wire import SampledSpan
 from tests.kit.fake_vllm import serving
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.stand_in_queue import serving_at
@@ -171,6 +171,6 @@ def test_only_our_own_names_have_a_version(name):
 
 
 def make(count):
-    from rollout_worker.inference.router import Affinity
+    from slipstream.rollout_worker.inference.router import Affinity
 
     return (Affinity() for _ in range(count))

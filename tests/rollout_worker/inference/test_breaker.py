@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.inference.failures import FAILURES, MAX_PAUSE_S, PAUSE_S, Breaker
+from slipstream.rollout_worker.inference.failures import FAILURES, MAX_PAUSE_S, PAUSE_S, Breaker
 
 
 def opened():

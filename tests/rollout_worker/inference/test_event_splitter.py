@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.inference.client import EventSplitter
+from slipstream.rollout_worker.inference.client import EventSplitter
 
 EVENTS = st.lists(st.binary(min_size=1, max_size=300).filter(lambda data: b"\n" not in data), max_size=6)
 

@@ -6,16 +6,16 @@ import io
 import numpy as np
 import pytest
 
-from protocol import codec, reasons
-from protocol.messages import RoutedExperts, Segment
-from protocol.versions import SERVED_MODEL_NAME
-from rollout_worker.episodes.episode import SegmentDraft
-from rollout_worker.inference.experts import known_until, recorded_experts
-from rollout_worker.inference.failures import BadSample
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import Sampler
-from rollout_worker.inference.wire import Logprob, Logprobs, SampledChoice, WeightVersion
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.messages import RoutedExperts, Segment
+from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.rollout_worker.episodes.episode import SegmentDraft
+from slipstream.rollout_worker.inference.experts import known_until, recorded_experts
+from slipstream.rollout_worker.inference.failures import BadSample
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.rollout_worker.inference.wire import Logprob, Logprobs, SampledChoice, WeightVersion
 from tests.kit import WORKER, config
 from tests.kit.stand_in_queue import serving_at
 from tests.kit.worker import END_OF_TURN

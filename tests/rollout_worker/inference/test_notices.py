@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from protocol.client import QueueRefused
-from protocol.config import TaskSection
-from protocol.messages import ErrorBody
-from rollout_worker.inference.failures import MAX_CHARACTERS, MAX_NOTICES, FailureNotices
-from rollout_worker.task.task import load_task
+from slipstream.protocol.client import QueueRefused
+from slipstream.protocol.config import TaskSection
+from slipstream.protocol.messages import ErrorBody
+from slipstream.rollout_worker.inference.failures import MAX_CHARACTERS, MAX_NOTICES, FailureNotices
+from slipstream.rollout_worker.task.task import load_task
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault
 from tests.kit.fake_vllm.policies import in_turn, scripted
@@ -205,7 +205,7 @@ async def test_a_failure_in_the_task_file_is_told_with_its_line(tmp_path):
     """The data set's own code is looked for in the task file."""
     file = tmp_path / "own.py"
     file.write_text(
-        "from rollout_worker.task.task import Task\n"
+        "from slipstream.rollout_worker.task.task import Task\n"
         "class Rows(list):\n"
         "    def __getitem__(self, place):\n"
         "        return super().__getitem__(place) if place == 0 else self.gone[place]\n"
@@ -243,7 +243,7 @@ async def test_a_group_that_the_queue_refuses_is_told():
 
 async def test_a_new_notice_is_reported_at_once(monkeypatch):
     """The next heartbeat would come in 1000 s."""
-    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 1000.0)
     queue = StandInQueue(tickets_for(1, 2), keep_open=True)
     await roll(
         task(rewards=[short]),

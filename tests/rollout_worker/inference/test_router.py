@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from protocol.messages import Server, ServerState
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity, Leave, Router, ServerLoad, Siblings, stays
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.router import Affinity, Leave, Router, ServerLoad, Siblings, stays
 
 NEED = 100
 

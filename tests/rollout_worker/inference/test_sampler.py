@@ -4,13 +4,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from protocol.messages import ServerState
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import EpisodeFailed
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import Sampler
-from rollout_worker.inference.wire import SampledSpan
+from slipstream.protocol.messages import ServerState
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import EpisodeFailed
+from slipstream.rollout_worker.inference.pool import ServerPool
+from slipstream.rollout_worker.inference.router import Affinity
+from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.rollout_worker.inference.wire import SampledSpan
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.stand_in_queue import serving_at

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import Server, ServerState
-from rollout_queue.ledger.records import GroupFacts, Refusal, SampledBy
-from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_worker.inference.router import Affinity, Router
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.rollout_queue.ledger.records import GroupFacts, Refusal, SampledBy
+from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
+from slipstream.rollout_worker.inference.router import Affinity, Router
 
 Q, S, Y, J, D = (
     ServerState.QUARANTINED,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.inference.failures import (
+from slipstream.rollout_worker.inference.failures import (
     BadSample,
     RequestRejected,
     ServerFailed,
@@ -13,7 +13,7 @@ from rollout_worker.inference.failures import (
     UnknownWeights,
     error_of,
 )
-from rollout_worker.inference.wire import (
+from slipstream.rollout_worker.inference.wire import (
     Asked,
     Logprob,
     Logprobs,

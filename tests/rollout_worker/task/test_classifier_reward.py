@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.task.reward_base import RewardBatch, RewardError
-from rollout_worker.task.reward_classifier import TEXTS
-from rollout_worker.task.rewards import RewardFunctions, build_rewards
-from rollout_worker.task.task import Task
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError
+from slipstream.rollout_worker.task.reward_classifier import TEXTS
+from slipstream.rollout_worker.task.rewards import RewardFunctions, build_rewards
+from slipstream.rollout_worker.task.task import Task
 from tests.kit import config
 from tests.kit.fake_pooling import FakePooling
 from tests.kit.worker import accuracy

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError
-from rollout_worker.chat.format_check import check_answer_format
-from rollout_worker.data.columns import EMPTY_PROMPT
-from rollout_worker.task.environment_instance import answered, folded, interface_of, observed, tools_of
-from rollout_worker.task.environment_pool import Pool
-from rollout_worker.task.reward_base import RewardBatch
-from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import UserCode, UserCodeError
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.format_check import check_answer_format
+from slipstream.rollout_worker.data.columns import EMPTY_PROMPT
+from slipstream.rollout_worker.task.environment_instance import answered, folded, interface_of, observed, tools_of
+from slipstream.rollout_worker.task.environment_pool import Pool
+from slipstream.rollout_worker.task.reward_base import RewardBatch
+from slipstream.rollout_worker.task.rewards import RewardFunctions
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import UserCode, UserCodeError
 from tests.kit.renderer_cases import CASES as RENDERERS
 from tests.kit.template_cases import CASES as TEMPLATES
 from tests.kit.worker import chat_format, multiply, row, task, until
@@ -323,7 +323,7 @@ async def test_i9_what_is_still_being_made_when_the_pool_closes_is_waited_for_an
 
 
 async def test_the_pool_waits_for_what_is_being_made_for_a_bounded_time(monkeypatch, caplog):
-    monkeypatch.setattr("rollout_worker.task.environment_pool.CLOSE_S", 0.01)
+    monkeypatch.setattr("slipstream.rollout_worker.task.environment_pool.CLOSE_S", 0.01)
     gate = Gate()
     async with UserCode() as code:
         pool = Pool({None: gate.in_a_thread}, code, 0.5)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.worker import work
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.template import TemplateFormat
+from slipstream.rollout_worker.worker import work
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import serving
 from tests.kit.fake_vllm.policies import scripted

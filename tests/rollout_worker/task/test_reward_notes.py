@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from protocol.messages import MAX_METRIC
-from rollout_worker.task.reward_base import (
+from slipstream.protocol.messages import MAX_METRIC
+from slipstream.rollout_worker.task.reward_base import (
     MAX_COLUMNS,
     MAX_METRICS,
     NAME_CHARACTERS,
@@ -15,7 +15,7 @@ from rollout_worker.task.reward_base import (
     RewardError,
     TrainerState,
 )
-from rollout_worker.task.rewards import RewardFunctions
+from slipstream.rollout_worker.task.rewards import RewardFunctions
 from tests.kit.worker import fake, roll, task
 
 BATCH = RewardBatch(

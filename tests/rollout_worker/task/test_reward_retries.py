@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from protocol import reasons
-from rollout_worker.task.reward_base import RewardBatch, RewardError
-from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.user_code import UserCode
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError
+from slipstream.rollout_worker.task.rewards import RewardFunctions
+from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.worker import accuracy, fake, roll, task
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from protocol.config import ConfigError
-from rollout_worker.task.reward_base import RewardBatch, RewardError
-from rollout_worker.task.rewards import RewardFunctions
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError
+from slipstream.rollout_worker.task.rewards import RewardFunctions
 
 PROMPT = [{"role": "user", "content": "2 by 3"}]
 BATCH = RewardBatch(

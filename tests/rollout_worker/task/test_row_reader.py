@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from protocol import reasons
-from rollout_worker.task.row_reader import RowReader
-from rollout_worker.user_code import UserCode, UserCodeError
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.task.row_reader import RowReader
+from slipstream.rollout_worker.user_code import UserCode, UserCodeError
 from tests.kit.worker import row, task
 
 

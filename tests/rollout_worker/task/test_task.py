@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError, TaskSection
-from rollout_worker.task.task import Task, load_task
+from slipstream.protocol.config import ConfigError, TaskSection
+from slipstream.rollout_worker.task.task import Task, load_task
 from tests.kit.worker import row, task
 
 GOOD = """
-from rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.task import Task
 
 def good(completions, **kwargs):
     return [0.0] * len(completions)

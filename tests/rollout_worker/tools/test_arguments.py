@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from rollout_worker.tools import argument_text
-from rollout_worker.tools.argument_text import plain_check
-from rollout_worker.tools.arguments import MAX_DEPTH, MOST, Arguments, Parameters, small
-from rollout_worker.tools.base import ArgumentsError
+from slipstream.rollout_worker.tools import argument_text
+from slipstream.rollout_worker.tools.argument_text import plain_check
+from slipstream.rollout_worker.tools.arguments import MAX_DEPTH, MOST, Arguments, Parameters, small
+from slipstream.rollout_worker.tools.base import ArgumentsError
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 SCHEMA: dict[str, Any] = {

@@ -19,14 +19,14 @@ import psutil
 import pytest
 from mcp import MCPError
 
-from protocol import reasons
-from protocol.config import ConfigError
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.chat.parsers.base import ToolCall
-from rollout_worker.tools import mcp, mcp_connection
-from rollout_worker.tools.mcp import check_addresses, mcp_tools
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import UserCodeError
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.chat.parsers.base import ToolCall
+from slipstream.rollout_worker.tools import mcp, mcp_connection
+from slipstream.rollout_worker.tools.mcp import check_addresses, mcp_tools
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import UserCodeError
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.ports import free_port
@@ -258,7 +258,7 @@ async def test_what_a_server_writes_to_stderr_is_passed_on(tmp_path):
 
 
 async def test_an_http_server_that_is_started_again_is_connected_again(monkeypatch):
-    monkeypatch.setattr("rollout_worker.tools.mcp_connection.RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.rollout_worker.tools.mcp_connection.RETRY_AFTER_S", 0.0)
     port = free_port()
     async with http_server(port) as (url, process), box_of(url) as box:
         process.kill()
@@ -305,7 +305,7 @@ async def test_any_error_of_a_session_leads_to_a_new_one_and_one_that_stays_is_t
 async def test_calls_of_a_server_that_stays_away_share_one_try(monkeypatch):
     """No storm of connections, or of processes: not of calls at one time, nor of those in the pause after it."""
     tries = []
-    monkeypatch.setattr("rollout_worker.tools.mcp_connection.RETRY_AFTER_S", 600.0)
+    monkeypatch.setattr("slipstream.rollout_worker.tools.mcp_connection.RETRY_AFTER_S", 600.0)
     async with http_server() as (url, process), box_of(url) as box:
         process.kill()
         process.wait()
@@ -334,7 +334,7 @@ async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path)
         "time.sleep(600)\n"
     )
     worker = (
-        "import asyncio\nfrom pathlib import Path\nfrom rollout_worker.tools.mcp import mcp_tools\n"
+        "import asyncio\nfrom pathlib import Path\nfrom slipstream.rollout_worker.tools.mcp import mcp_tools\n"
         "async def main():\n"
         f"    async with mcp_tools([{shlex.join([sys.executable, 'stubborn.py'])!r}], Path({str(tmp_path)!r})): pass\n"
         "asyncio.run(main())\n"
@@ -413,7 +413,7 @@ async def test_a_name_that_two_servers_have_is_refused_naming_both():
 
 
 async def test_the_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("rollout_worker.tools.mcp.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.rollout_worker.tools.mcp.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[mcp\]'"):
         async with mcp_tools([STDIO], HERE):
             pass

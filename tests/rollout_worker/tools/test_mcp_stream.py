@@ -11,7 +11,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from rollout_worker.tools.mcp_stream import MAX_PARTS, MendedStream, mended
+from slipstream.rollout_worker.tools.mcp_stream import MAX_PARTS, MendedStream, mended
 
 
 def come(line: str) -> SessionMessage | Exception:

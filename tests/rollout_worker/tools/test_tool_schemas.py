@@ -13,12 +13,12 @@ import pytest
 from pydantic import BaseModel, Field, field_validator
 from transformers.utils import get_json_schema
 
-from protocol import reasons
-from protocol.config import ConfigError
-from rollout_worker.chat.parsers.base import ToolCall
-from rollout_worker.tools.function import FunctionTool, callables
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import UserCodeError
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parsers.base import ToolCall
+from slipstream.rollout_worker.tools.function import FunctionTool, callables
+from slipstream.rollout_worker.tools.toolbox import ToolBox
+from slipstream.rollout_worker.user_code import UserCodeError
 
 
 class Colour(enum.Enum):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from protocol import reasons
-from protocol.config import ConfigError
-from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
-from rollout_worker.tools.arguments import Parameters
-from rollout_worker.tools.base import MAX_COUNTED, as_text
-from rollout_worker.tools.toolbox import ToolBox
+from slipstream.protocol import reasons
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ToolCall
+from slipstream.rollout_worker.tools.arguments import Parameters
+from slipstream.rollout_worker.tools.base import MAX_COUNTED, as_text
+from slipstream.rollout_worker.tools.toolbox import ToolBox
 
 
 def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:

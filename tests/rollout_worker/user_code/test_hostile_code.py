@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from protocol import codec, reasons
-from protocol.messages import Group
-from rollout_worker.ticket_loop import UserCodeShutOff
-from rollout_worker.user_code import boundary
+from slipstream.protocol import codec, reasons
+from slipstream.protocol.messages import Group
+from slipstream.rollout_worker.ticket_loop import UserCodeShutOff
+from slipstream.rollout_worker.user_code import boundary
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
 from tests.kit.stand_in_queue import StandInQueue, tickets_for

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol import reasons
-from protocol.config import TaskSection
-from rollout_worker.user_code import Call, UserCode, UserCodeError
-from rollout_worker.user_code.isolation import ChildProcess
+from slipstream.protocol import reasons
+from slipstream.protocol.config import TaskSection
+from slipstream.rollout_worker.user_code import Call, UserCode, UserCodeError
+from slipstream.rollout_worker.user_code.isolation import ChildProcess
 from tests.kit.worker import until
 
 FILE = Path(__file__).with_name("isolated_task.py")
@@ -84,9 +84,9 @@ async def test_i8_a_child_is_not_told_the_token(monkeypatch):
 
 def test_a_child_does_not_import_what_only_the_worker_needs():
     """aiohttp was a quarter of the time in which each child starts."""
-    code = "import sys, rollout_worker.task.isolated_child, slipstream; slipstream.Task; print(*sys.modules)"
+    code = "import sys, slipstream.rollout_worker.task.isolated_child, slipstream; slipstream.Task; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "rollout_worker.task.task" in done.stdout.split()
+    assert "slipstream.rollout_worker.task.task" in done.stdout.split()
     assert {"aiohttp", "torch", "transformers"}.isdisjoint(done.stdout.split())
 
 
@@ -210,8 +210,8 @@ async def test_i9_a_task_that_cannot_be_loaded_in_a_child_is_told(tmp_path):
 
 WORKER = """
 import asyncio, sys
-from protocol.config import TaskSection
-from rollout_worker.user_code import UserCode
+from slipstream.protocol.config import TaskSection
+from slipstream.rollout_worker.user_code import UserCode
 
 async def main():
     async with UserCode(2, isolated=TaskSection(path=sys.argv[1])) as code:

@@ -9,12 +9,12 @@ import sys
 import psutil
 import pytest
 
-from rollout_worker.user_code.process_guard import ProcessGuard, guarded_command, signal_group
+from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, guarded_command, signal_group
 from tests.kit.worker import until
 
 OWNER = """
 import os, subprocess, sys, threading
-from rollout_worker.user_code.process_guard import ProcessGuard
+from slipstream.rollout_worker.user_code.process_guard import ProcessGuard
 
 guard = ProcessGuard()
 groups = [subprocess.Popen(["sleep", "300"], start_new_session=True) for _ in range(2)]

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protocol import reasons
-from rollout_worker.user_code import Call, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
-from rollout_worker.user_code.async_code import MAX_PATIENCE, MAX_UNANSWERED
+from slipstream.protocol import reasons
+from slipstream.rollout_worker.user_code import Call, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
+from slipstream.rollout_worker.user_code.async_code import MAX_PATIENCE, MAX_UNANSWERED
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"

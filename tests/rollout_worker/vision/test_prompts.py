@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from protocol.config import ConfigError, RunConfig
-from protocol.images import unpack
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.build import build_chat_format
-from rollout_worker.group import of_prompt, transcript
-from rollout_worker.task.row_reader import plain_columns
-from rollout_worker.tools.base import as_content
-from rollout_worker.vision.messages import images_of, placed
-from rollout_worker.vision.processor import Seen, _made
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.images import unpack
+from slipstream.rollout_worker.chat.base import PromptError
+from slipstream.rollout_worker.chat.build import build_chat_format
+from slipstream.rollout_worker.group import of_prompt, transcript
+from slipstream.rollout_worker.task.row_reader import plain_columns
+from slipstream.rollout_worker.tools.base import as_content
+from slipstream.rollout_worker.vision.messages import images_of, placed
+from slipstream.rollout_worker.vision.processor import Seen, _made
 from tests.kit import config
 from tests.kit.seeing import build_seeing
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from protocol.config import ImagesSection
-from rollout_worker.vision.sources import ImageError, open_image
+from slipstream.protocol.config import ImagesSection
+from slipstream.rollout_worker.vision.sources import ImageError, open_image
 
 LIMITS = ImagesSection()
 RED = Image.new("RGB", (8, 6), "red")

@@ -7,19 +7,19 @@ from dataclasses import fields
 import pytest
 import torch
 
-from learner.model.adapter import AdapterAlone
-from protocol.versions import version_of
+from slipstream.learner.model.adapter import AdapterAlone
+from slipstream.protocol.versions import version_of
+from slipstream.weight_sync.fleet import adapter_publication
+from slipstream.weight_sync.fleet.queue_status import transport_to
+from slipstream.weight_sync.server.answers import EngineState
+from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.proof import ProofFailed
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import against, probe
-from weight_sync.fleet import adapter_publication
-from weight_sync.fleet.queue_status import transport_to
-from weight_sync.server.answers import EngineState
-from weight_sync.server.control import ControlError
-from weight_sync.server.proof import ProofFailed
-from weight_sync.transports.base import TransferError
-from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quick")
 

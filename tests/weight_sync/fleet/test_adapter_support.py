@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from learner import loop
+from slipstream.learner import loop
+from slipstream.weight_sync.fleet import adapter_publication
+from slipstream.weight_sync.server.cancellation import on_thread
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.fleet.test_adapter_publication import adapters, fake, snapshot
-from weight_sync.fleet import adapter_publication
-from weight_sync.server.cancellation import on_thread
 
 GONE = "http://127.0.0.1:1"
 
@@ -54,7 +54,7 @@ class Adapter:
 def snapshot_weights() -> Any:
     import torch
 
-    from learner.model.adapter import AdapterAlone
+    from slipstream.learner.model.adapter import AdapterAlone
 
     return AdapterAlone({"a": torch.ones(4)}, {"r": 8})
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import ServerState
+from slipstream.protocol.messages import ServerState
+from slipstream.weight_sync.fleet.decisions import Standing, find_lag, is_slow, patience_s, retry_pause_s
+from slipstream.weight_sync.fleet.publications import Publications, ServerMetrics
+from slipstream.weight_sync.fleet.snapshots import MAX_ON_THEIR_WAY, Snapshots
 from tests.kit.sync import probe
-from weight_sync.fleet.decisions import Standing, find_lag, is_slow, patience_s, retry_pause_s
-from weight_sync.fleet.publications import Publications, ServerMetrics
-from weight_sync.fleet.snapshots import MAX_ON_THEIR_WAY, Snapshots
 
 SE, ST = ServerState.SERVING, ServerState.STALE
 FIGURES = ServerMetrics(0.1, 0.01, 0.2, 1e-6)

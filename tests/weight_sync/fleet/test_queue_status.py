@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.messages import Server, ServerState
-from weight_sync.fleet.queue_status import QueueReporter
+from slipstream.protocol.messages import Server, ServerState
+from slipstream.weight_sync.fleet.queue_status import QueueReporter
 
 DRAINS = Server("a", "http://a", ServerState.DRAINING, 3, changed_at=7.0)
 

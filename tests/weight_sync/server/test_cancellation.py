@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from weight_sync.server import cancellation
-from weight_sync.server.cancellation import gather, on_thread, shielded
+from slipstream.weight_sync.server import cancellation
+from slipstream.weight_sync.server.cancellation import gather, on_thread, shielded
 
 
 async def test_what_must_not_be_cut_short_runs_on_through_cancellations() -> None:

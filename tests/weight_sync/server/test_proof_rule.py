@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.server.proof_rule import LEARNT, REMEMBERED, ROUNDING, UNUSUAL, Baseline, Evidence, Floats, judge
-from weight_sync.weights.snapshot import LENGTH, probe_token_ids, rounds
+from slipstream.weight_sync.server.proof_rule import (
+    LEARNT,
+    REMEMBERED,
+    ROUNDING,
+    UNUSUAL,
+    Baseline,
+    Evidence,
+    Floats,
+    judge,
+)
+from slipstream.weight_sync.weights.snapshot import LENGTH, probe_token_ids, rounds
 
 PROBES = 63
 SEEDS = st.integers(0, 2**32 - 1)

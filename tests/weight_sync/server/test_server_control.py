@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.weight_sync.server.control import ControlError, ServerControl
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
-from weight_sync.server.control import ControlError, ServerControl
 
 
 async def test_an_error_names_server_route_and_cause() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.proof import ProofFailed, ServerProof
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.proof import ProofFailed, ServerProof
-from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server import cancellation
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.proof import ProofFailed
+from slipstream.weight_sync.transports.base import TransferError, build_transport
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.sync import Rig, against, control_calls, nothing, snapshot
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server import cancellation
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.proof import ProofFailed
-from weight_sync.transports.base import TransferError, build_transport
-from weight_sync.weights.snapshot import Snapshot
 
 FIRST_SWAP = ["/start_weight_update", "/update_weights", "/slipstream/staged", "/slipstream/swap"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weight_sync.transports.http.blob_server import BlobServer
+from slipstream.weight_sync.transports.http.blob_server import BlobServer
 
 
 @pytest.fixture(scope="module")

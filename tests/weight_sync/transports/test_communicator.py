@@ -11,15 +11,15 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.gpu import communicator
+from slipstream.weight_sync.transports.gpu.communicator import Communicator, own_gpu
+from slipstream.weight_sync.transports.gpu.nccl_library import Nccl, NcclError
+from slipstream.weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, chunks, wire_order
+from slipstream.weight_sync.transports.receiver import Worker
+from slipstream.weight_sync.weights.checksum import checksum
+from slipstream.weight_sync.weights.manifest import Manifest
 from tests.kit.stand_in_nccl import World, stand_in_gpu
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.communicator import Communicator, own_gpu
-from weight_sync.transports.gpu.nccl_library import Nccl, NcclError
-from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, chunks, wire_order
-from weight_sync.transports.receiver import Worker
-from weight_sync.weights.checksum import checksum
-from weight_sync.weights.manifest import Manifest
 
 WORKER = Worker(1, torch.device("cpu"))
 
@@ -136,6 +136,6 @@ def test_without_a_gpu_the_error_says_what_to_set() -> None:
 
 def test_without_nccl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/nowhere/libnccl.so.2")
-    monkeypatch.setattr("weight_sync.transports.gpu.nccl_library._places", lambda: ["/nowhere/libnccl.so.2"])
+    monkeypatch.setattr("slipstream.weight_sync.transports.gpu.nccl_library._places", lambda: ["/nowhere/libnccl.so.2"])
     with pytest.raises(NcclError, match=r"/nowhere/libnccl\.so\.2.*install torch for CUDA"):
         Nccl()

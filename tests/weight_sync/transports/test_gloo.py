@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import StagedTransport, TransferError
+from slipstream.weight_sync.transports.gloo.sender import GlooSender
+from slipstream.weight_sync.weights.host_memory import Staging
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooEnd
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import StagedTransport, TransferError
-from weight_sync.transports.gloo.sender import GlooSender
-from weight_sync.weights.host_memory import Staging
-from weight_sync.weights.snapshot import Snapshot
 
 
 @dataclass
@@ -76,7 +76,7 @@ async def test_workers_of_one_host_share_one_reception() -> None:
 
 
 async def test_workers_that_cannot_map_each_other_receive_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.transports.gloo.group._readable", lambda offer: False)
+    monkeypatch.setattr("slipstream.weight_sync.transports.gloo.group._readable", lambda offer: False)
     async with connected(workers=2) as r:
         sent = snapshot()
         await r.publish(sent)

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.report.records import published
-from protocol.config import WeightSyncSection
+from slipstream.learner.report.records import published
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.fleet.publications import Publications, ServerMetrics
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import Sent, StagedTransport, TransferError
+from slipstream.weight_sync.transports.gloo.sender import GlooSender
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooEnd
 from tests.weight_sync.weights.test_delta import changed, flat_of
-from weight_sync.fleet.publications import Publications, ServerMetrics
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import Sent, StagedTransport, TransferError
-from weight_sync.transports.gloo.sender import GlooSender
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = ["float32", "bfloat16", "float16", "int64"]
 SIZE = 4000
@@ -105,7 +105,7 @@ async def test_what_changed_alone_is_sent_after_the_first_publication() -> None:
 
 
 async def test_workers_that_receive_each_for_itself_get_the_delta_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.transports.gloo.group._readable", lambda offer: False)
+    monkeypatch.setattr("slipstream.weight_sync.transports.gloo.group._readable", lambda offer: False)
     async with connected(workers=2) as r:
         for version in range(3):
             await r.publish(snapshot(version))
@@ -123,7 +123,7 @@ async def test_everything_is_sent_at_every_so_many_publications() -> None:
 async def test_a_wrong_base_is_found_and_everything_sent_in_the_same_publication(
     workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.transports.gloo.group._readable", lambda offer: False)
+    monkeypatch.setattr("slipstream.weight_sync.transports.gloo.group._readable", lambda offer: False)
     async with connected(workers) as r:
         await r.publish(snapshot(1))
         r.receiver.only[-1]._digest = bytes(16)  # the others hold the right one

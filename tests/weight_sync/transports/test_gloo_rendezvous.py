@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import StagedTransport, TransferError
+from slipstream.weight_sync.transports.gloo import group, rendezvous
+from slipstream.weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
+from slipstream.weight_sync.transports.gloo.rendezvous import AuthenticationError, Channel, KeyStore, Rendezvous, join
+from slipstream.weight_sync.transports.gloo.sender import GlooSender
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.weight_sync.receivers import GlooEnd
 from tests.weight_sync.transports.test_gloo import snapshot
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import StagedTransport, TransferError
-from weight_sync.transports.gloo import group, rendezvous
-from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
-from weight_sync.transports.gloo.rendezvous import AuthenticationError, Channel, KeyStore, Rendezvous, join
-from weight_sync.transports.gloo.sender import GlooSender
 
 SECRET = bytes(range(32))
 HOST = "127.0.0.1"

@@ -14,22 +14,22 @@ import pytest
 import torch
 from aiohttp import web
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import StagedTransport, TransferError
+from slipstream.weight_sync.transports.http import chunks, offers
+from slipstream.weight_sync.transports.http.blob_server import BlobServer
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.transports.http.listener import Throttle
+from slipstream.weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
+from slipstream.weight_sync.transports.http.staging import record_of
+from slipstream.weight_sync.vllm.chunk_route import serve_chunks
+from slipstream.weight_sync.weights import delta_codec
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import HttpEnd
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import StagedTransport, TransferError
-from weight_sync.transports.http import chunks, offers
-from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.listener import Throttle
-from weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
-from weight_sync.transports.http.staging import record_of
-from weight_sync.vllm.chunk_route import serve_chunks
-from weight_sync.weights import delta_codec
-from weight_sync.weights.snapshot import Snapshot
 
 SIZE = 4096
 
@@ -205,7 +205,7 @@ class TestBrokeOff:
     def line(self, monkeypatch: pytest.MonkeyPatch) -> Line:
         line = Line()
         monkeypatch.setattr(Throttle, "pass_on", line.pass_on)
-        monkeypatch.setattr("weight_sync.transports.http.sender.PULL_SHARE", 0.2)
+        monkeypatch.setattr("slipstream.weight_sync.transports.http.sender.PULL_SHARE", 0.2)
         return line
 
     @pytest.mark.parametrize("workers", [1, 2])
@@ -244,7 +244,7 @@ class TestBrokeOff:
             with pytest.raises(TransferError):
                 await r.publish(self.large(1))
             key = r.sender().key
-            monkeypatch.setattr("weight_sync.transports.http.sender._PROCESS", "another")
+            monkeypatch.setattr("slipstream.weight_sync.transports.http.sender._PROCESS", "another")
             await r.connect_anew()
             line.left = 1 << 30
             await r.publish(self.large(1))
@@ -347,8 +347,8 @@ class TestDelta:
 
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            monkeypatch.setattr("weight_sync.weights.delta_base.encode_delta", cut)
-            monkeypatch.setattr("weight_sync.weights.delta_base.apply", lambda *arguments: None)
+            monkeypatch.setattr("slipstream.weight_sync.weights.delta_base.encode_delta", cut)
+            monkeypatch.setattr("slipstream.weight_sync.weights.delta_base.apply", lambda *arguments: None)
             await r.publish(snapshot(2))
         assert "the delta could not be used" in caplog.text
 

@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import pull_sources
-from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.pull import Pull, PullReport
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http import pull_sources
+from slipstream.weight_sync.transports.http.blob_server import BlobServer
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.transports.http.pull import Pull, PullReport
 
 CHUNK = 1 << 20
 SIZE = 6 * CHUNK + 777
@@ -218,7 +218,7 @@ def test_a_proxy_that_says_503_for_a_moment_is_asked_again(depot: BlobServer, fl
 def test_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.transports.http.pull.MAX_REFUSED_S", 0.5)
+    monkeypatch.setattr("slipstream.weight_sync.transports.http.pull.MAX_REFUSED_S", 0.5)
     depot = BlobServer("127.0.0.1", mbytes_per_s=4)
     depot.start()
     url = depot.url_of(depot.put(flat))

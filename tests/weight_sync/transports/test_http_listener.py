@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from weight_sync.transports.http import listener
-from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.pull import Pull
+from slipstream.weight_sync.transports.http import listener
+from slipstream.weight_sync.transports.http.blob_server import BlobServer
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.transports.http.pull import Pull
 
 CHUNK = 1 << 18
 SIZE = 8 * CHUNK + 99

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import blob_server as depot_module
-from weight_sync.transports.http import pull_sources as sources_module
-from weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.listener import Throttle
-from weight_sync.transports.http.pull import Pull
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http import blob_server as depot_module
+from slipstream.weight_sync.transports.http import pull_sources as sources_module
+from slipstream.weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.transports.http.listener import Throttle
+from slipstream.weight_sync.transports.http.pull import Pull
 
 CHUNK = 1 << 20
 SIZE = 5 * CHUNK + 12345

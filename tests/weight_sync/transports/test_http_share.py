@@ -18,15 +18,15 @@ import pytest
 import torch
 import uvicorn
 
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http import offers
+from slipstream.weight_sync.transports.http.chunks import ChunkList, digest_of
+from slipstream.weight_sync.transports.http.offers import Offer
+from slipstream.weight_sync.transports.http.pull import Pull
+from slipstream.weight_sync.transports.http.staging import Record, SharedStaging, record_of
+from slipstream.weight_sync.vllm.chunk_route import serve_chunks
 from tests.kit.ports import free_port
-from weight_sync.server.cancellation import on_thread
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import offers
-from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.offers import Offer
-from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.staging import Record, SharedStaging, record_of
-from weight_sync.vllm.chunk_route import serve_chunks
 
 KEY = "0123456789abcdef"
 SECRET = "s3cret"

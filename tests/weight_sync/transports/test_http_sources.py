@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.transports.http import pull as pull_module
-from weight_sync.transports.http import pull_sources as rules
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.pull import Pull, World
-from weight_sync.transports.http.pull_sources import Attempt, GoneError, PullSource, Sources, Wire
+from slipstream.weight_sync.transports.http import pull as pull_module
+from slipstream.weight_sync.transports.http import pull_sources as rules
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.transports.http.pull import Pull, World
+from slipstream.weight_sync.transports.http.pull_sources import Attempt, GoneError, PullSource, Sources, Wire
 
 CHUNK = 200_000
 SIZE = 5 * CHUNK + 1234

@@ -13,13 +13,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from slipstream.weight_sync.fleet.server_publication import ServerSync
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.sync import FakeTransport, Rig, against, control_calls, nothing, snapshot
-from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError
-from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quick")
 

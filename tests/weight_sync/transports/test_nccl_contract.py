@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from weight_sync.transports.gpu import nccl_library
-from weight_sync.transports.gpu.nccl_library import Kind, Result
+from slipstream.weight_sync.transports.gpu import nccl_library
+from slipstream.weight_sync.transports.gpu.nccl_library import Kind, Result
 
 WRAPPER = "distributed/device_communicators/pynccl_wrapper.py"
 VLLM = Path(str(find_spec("vllm").origin)).parent  # type: ignore[union-attr]

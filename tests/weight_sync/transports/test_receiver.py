@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from weight_sync.transports.receiver import DeviceBuffers, in_turn
-from weight_sync.weights.manifest import Bucket, Manifest
-from weight_sync.weights.parts import Part, joined
+from slipstream.weight_sync.transports.receiver import DeviceBuffers, in_turn
+from slipstream.weight_sync.weights.manifest import Bucket, Manifest
+from slipstream.weight_sync.weights.parts import Part, joined
 
 CPU = torch.device("cpu")
 

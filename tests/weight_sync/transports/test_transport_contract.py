@@ -12,18 +12,18 @@ from typing import get_args
 import pytest
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server import cancellation
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import TransferError, Transport, build_transport
+from slipstream.weight_sync.transports.gpu import communicator, ipc
+from slipstream.weight_sync.transports.gpu.communicator import Gpu, Stream
+from slipstream.weight_sync.transports.registry import TRANSPORTS
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
 from tests.weight_sync.receivers import GlooEnd, HttpEnd, IpcEnd, NcclEnd, NcclStagedEnd, ReceivingEnd
-from weight_sync.server import cancellation
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError, Transport, build_transport
-from weight_sync.transports.gpu import communicator, ipc
-from weight_sync.transports.gpu.communicator import Gpu, Stream
-from weight_sync.transports.registry import TRANSPORTS
-from weight_sync.weights.snapshot import Snapshot
 
 RECEIVERS: dict[str, type[ReceivingEnd]] = {
     "gloo": GlooEnd,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from protocol.versions import name_of
-from weight_sync.vllm.engine_state import status_of
-from weight_sync.weights.snapshot import adapter_digest
+from slipstream.protocol.versions import name_of
+from slipstream.weight_sync.vllm.engine_state import status_of
+from slipstream.weight_sync.weights.snapshot import adapter_digest
 
 pytest.importorskip("vllm")
 
@@ -86,7 +86,7 @@ class Server:
     """The middleware in front of an application that answers every request with its path."""
 
     def __init__(self) -> None:
-        from weight_sync.vllm.adapters import Adapters
+        from slipstream.weight_sync.vllm.adapters import Adapters
 
         self.models, self.engine = Models(), Engine()
         state = SimpleNamespace(engine_client=self.engine, openai_serving_models=self.models)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from protocol.versions import name_of, version_of
-from weight_sync.vllm.adapter_store import AdapterStore, StoreError
-from weight_sync.weights.snapshot import adapter_digest
+from slipstream.protocol.versions import name_of, version_of
+from slipstream.weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from slipstream.weight_sync.weights.snapshot import adapter_digest
 
 FILE, CONFIG = bytes(range(256)) * 40, '{"r": 8}'
 DIGEST = adapter_digest(FILE, CONFIG)
@@ -80,7 +80,7 @@ def test_i8_a_name_from_outside_never_becomes_a_path(store: AdapterStore, name: 
 
 
 def test_i8_what_arrives_is_bounded(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.vllm.adapter_store.MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.adapter_store.MAX_FILE_BYTES", 5000)
     with pytest.raises(StoreError, match="larger than 5000") as refused:
         send(store)
     assert refused.value.status == 413
@@ -100,7 +100,9 @@ def test_only_what_is_kept_stays(store: AdapterStore) -> None:
 
 
 def test_folders_of_processes_that_were_killed_are_removed_by_the_next(tmp_path: Path) -> None:
-    code = "import os, sys; from pathlib import Path; from weight_sync.vllm.adapter_store import AdapterStore; "
+    code = (
+        "import os, sys; from pathlib import Path; from slipstream.weight_sync.vllm.adapter_store import AdapterStore; "
+    )
     code += "AdapterStore(Path(sys.argv[1])); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
     [left] = tmp_path.iterdir()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.weight_sync.vllm import engines, routes
+from slipstream.weight_sync.vllm.engine import engine_core
+from slipstream.weight_sync.vllm.engine_state import RouteError, status_of
 from tests.weight_sync.vllm.engine.test_engine_swap import READY, Core
-from weight_sync.vllm import engines, routes
-from weight_sync.vllm.engine import engine_core
-from weight_sync.vllm.engine_state import RouteError, status_of
 
 BUILDING = {"stage": "building", "error": None, "seconds": {}}
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.weight_sync.fleet.eligibility import find_lost_weights, of_another_run
+from slipstream.weight_sync.server.answers import EngineState
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.vllm import engine_state
+from slipstream.weight_sync.vllm.engine_state import SILENT_S, Owner
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.weight_sync.vllm.test_vllm_middleware import serving as middleware
-from weight_sync.fleet.eligibility import find_lost_weights, of_another_run
-from weight_sync.server.answers import EngineState
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.vllm import engine_state
-from weight_sync.vllm.engine_state import SILENT_S, Owner
 
 A, B = {"slipstream-run": "a-1"}, {"slipstream-run": "b-2"}
 

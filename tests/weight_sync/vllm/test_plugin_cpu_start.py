@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weight_sync.vllm import plugin
+from slipstream.weight_sync.vllm import plugin
 
 IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 

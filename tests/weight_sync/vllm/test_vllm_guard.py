@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from deploy.servers import vllm_server
-from protocol import access
-from protocol.config import ConfigError
-from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import ServerUnfit
-from rollout_worker.inference.wire import GenerateRequest, sampling_params
+from slipstream.deploy.servers import vllm_server
+from slipstream.protocol import access
+from slipstream.protocol.config import ConfigError
+from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.failures import ServerUnfit
+from slipstream.rollout_worker.inference.wire import GenerateRequest, sampling_params
+from slipstream.weight_sync.vllm.guard import RequireToken
 from tests.kit import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
-from weight_sync.vllm.guard import RequireToken
 
 
 async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -157,12 +157,12 @@ def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
-    ours = "weight_sync.vllm.middleware.Slipstream"
+    ours = "slipstream.weight_sync.vllm.middleware.Slipstream"
     assert middlewares(vllm_server.command(config(), 0)) == [ours]
     guarded = config(queue={"token": "s3cret"})
     line = vllm_server.command(guarded, 0)
     # vLLM asks the last first.
-    assert middlewares(line) == [ours, "weight_sync.vllm.guard.RequireToken"]
+    assert middlewares(line) == [ours, "slipstream.weight_sync.vllm.guard.RequireToken"]
     assert not any("s3cret" in argument for argument in line)
     assert vllm_server.environment(guarded)["SLIPSTREAM_TOKEN"] == "s3cret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")

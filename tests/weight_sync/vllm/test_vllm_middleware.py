@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from slipstream.weight_sync.server.answers import ServerFacts
+from slipstream.weight_sync.vllm import control_rules, engine_state
+from slipstream.weight_sync.vllm.engine_state import EngineStatus, Progress, status_of
+from slipstream.weight_sync.vllm.middleware import Slipstream
 from tests.kit.worker import until
-from weight_sync.server.answers import ServerFacts
-from weight_sync.vllm import control_rules, engine_state
-from weight_sync.vllm.engine_state import EngineStatus, Progress, status_of
-from weight_sync.vllm.middleware import Slipstream
 
 READY = {"stage": "ready", "error": None, "seconds": {"receiving": 1.0}}
 OURS = {"slipstream-owner": "publication", "slipstream-run": "a-1"}
@@ -177,7 +177,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
 async def test_an_engine_in_a_step_is_silent_and_how_long_its_steps_take_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weight_sync.vllm.engines.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.engines.LOOK_TIMEOUT_S", 0.05)
     async with serving() as server:
         server.engine.step_s = 17.0
         assert (await server.get("/slipstream/state")).json()["step_s"] == 17.0
@@ -201,7 +201,7 @@ async def test_an_engine_of_long_steps_is_given_long_to_answer(monkeypatch: pyte
 
 
 async def test_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.vllm.engines.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.engines.LOOK_TIMEOUT_S", 0.05)
     async with serving() as server:
         server.engine.hangs = True
         reply = await asyncio.wait_for(server.get("/slipstream/state"), 5)
@@ -213,7 +213,7 @@ async def test_an_engine_that_hangs_is_not_alive_though_the_server_answers(monke
 async def test_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ASK_EVERY_S": 0.01, "ANSWER_WITHIN_S": 0.01, "QUESTIONS": 3}.items():
         monkeypatch.setattr(engine_state, name, value)
-    monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
         server.engine.hangs = True
         generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
@@ -241,7 +241,7 @@ async def test_a_persons_resume_within_a_swap_waits_for_its_end_and_goes_through
 
 
 async def test_a_resume_within_a_swap_that_takes_long_is_told_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.vllm.control_rules.SWAP_WITHIN_S", 0.05)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.control_rules.SWAP_WITHIN_S", 0.05)
     async with serving() as server:
         await server.post("/pause")
         server.engine.go_on.clear()
@@ -408,7 +408,7 @@ async def test_a_swap_of_what_is_not_ready_is_refused_and_the_server_goes_on() -
 async def test_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.05)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.engine_state.TELL_S", 0.05)
     async with serving() as server:
         generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
         await server.generating.wait()
@@ -495,7 +495,7 @@ async def test_i6_a_persons_resume_ends_the_lease_of_all_but_the_owning_run() ->
 
 async def test_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_rules.grant_pause, "__defaults__", (0.1,))
-    monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
+    monkeypatch.setattr("slipstream.weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
         server.engine.vllm_config.weight_transfer_config.backend = "in place"
         await server.post("/pause", headers=OURS)

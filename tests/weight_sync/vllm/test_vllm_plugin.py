@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weight_sync.transports.registry import TRANSPORTS, backend
-from weight_sync.vllm.plugin import register
+from slipstream.weight_sync.transports.registry import TRANSPORTS, backend
+from slipstream.weight_sync.vllm.plugin import register
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,9 +47,9 @@ def test_an_engine_that_vllm_brings_along_stays(monkeypatch: pytest.MonkeyPatch)
 def test_the_plugin_loads_neither_torch_nor_the_learners_end() -> None:
     """In a fresh interpreter, up to the call that vLLM makes in each of its processes."""
     code = (
-        "import sys, weight_sync.vllm.plugin\n"
+        "import sys, slipstream.weight_sync.vllm.plugin\n"
         "heavy = [name for name in sys.modules if name.startswith(('torch', 'vllm', 'protocol'))]\n"
-        "sys.exit(str(heavy) if heavy or 'weight_sync.transports.base' in sys.modules else 0)"
+        "sys.exit(str(heavy) if heavy or 'slipstream.weight_sync.transports.base' in sys.modules else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -58,8 +58,8 @@ def test_the_plugin_loads_neither_torch_nor_the_learners_end() -> None:
 def test_the_learners_end_of_no_transport_loads_vllm() -> None:
     code = (
         "import sys\n"
-        "from protocol.config import WeightSyncSection\n"
-        "from weight_sync.transports.base import build_transport\n"
+        "from slipstream.protocol.config import WeightSyncSection\n"
+        "from slipstream.weight_sync.transports.base import build_transport\n"
         f"for name in {sorted(TRANSPORTS)!r}:\n"
         "    build_transport(WeightSyncSection(transport=name))\n"
         "    assert 'vllm' not in sys.modules, name\n"

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.weight_sync.transports.http.chunks import ChunkList
+from slipstream.weight_sync.weights import delta_codec
+from slipstream.weight_sync.weights.delta_base import STEPS_KEPT, DeltaHistory
+from slipstream.weight_sync.weights.delta_codec import Delta, DeltaError, apply, encode_delta
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.sync import probe
-from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.weights import delta_codec
-from weight_sync.weights.delta_base import STEPS_KEPT, DeltaHistory
-from weight_sync.weights.delta_codec import Delta, DeltaError, apply, encode_delta
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = [
     torch.float32,

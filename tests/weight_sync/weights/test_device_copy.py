@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from weight_sync.weights import device_copy, snapshot
-from weight_sync.weights.snapshot import Probe, Snapshot
+from slipstream.weight_sync.weights import device_copy, snapshot
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
 PROBE = Probe([], np.zeros(0, dtype=np.float32))
 BUCKET = 1024

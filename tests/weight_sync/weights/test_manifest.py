@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.weights import snapshot as snapshots
-from weight_sync.weights.host_memory import HUGE, Reserve
-from weight_sync.weights.manifest import ALIGNMENT, Manifest
-from weight_sync.weights.snapshot import Probe, Snapshot, digest_of
+from slipstream.weight_sync.weights import snapshot as snapshots
+from slipstream.weight_sync.weights.host_memory import HUGE, Reserve
+from slipstream.weight_sync.weights.manifest import ALIGNMENT, Manifest
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, digest_of
 
 PROBE = Probe([1, 2], np.array([-1.0], dtype=np.float32))
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from weight_sync.weights import host_memory
-from weight_sync.weights.host_memory import HUGE, Reserve, Staging, fresh, mapped, touch
+from slipstream.weight_sync.weights import host_memory
+from slipstream.weight_sync.weights.host_memory import HUGE, Reserve, Staging, fresh, mapped, touch
 
 SIZES = [0, 1, HUGE - 1, HUGE, 3 * HUGE + 5]
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.parts import NotInParts, Part, joined
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.parts import NotInParts, Part, joined
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=8)
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.weight_sync.weights import snapshot as snapshots
+from slipstream.weight_sync.weights.checksum import checksum_of
+from slipstream.weight_sync.weights.snapshot import Snapshot, SnapshotDamaged
 from tests.kit.sync import probe
-from weight_sync.weights import snapshot as snapshots
-from weight_sync.weights.checksum import checksum_of
-from weight_sync.weights.snapshot import Snapshot, SnapshotDamaged
 
 WEIGHTS = {
     "embed": torch.randn(64, 16),

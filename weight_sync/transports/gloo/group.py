@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from weight_sync.transports.base import local_host_towards
-from weight_sync.transports.gloo import rendezvous
-from weight_sync.transports.gloo.rendezvous import (
+from slipstream.weight_sync.transports.base import local_host_towards
+from slipstream.weight_sync.transports.gloo import rendezvous
+from slipstream.weight_sync.transports.gloo.rendezvous import (
     AuthenticationError,
     dist,  # re-exported
     mac_of,
 )
-from weight_sync.weights.host_memory import Staging, mapped
+from slipstream.weight_sync.weights.host_memory import Staging, mapped
 
 _OFFER_TAG, _LEADER_TAG = 1_100_001, 1_100_002
 

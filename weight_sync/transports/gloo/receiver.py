@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup, GlooInitInfo
-from weight_sync.transports.receiver import HostShares, Share, Worker
-from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.host_memory import Staging, mapped
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import digest_of
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup, GlooInitInfo
+from slipstream.weight_sync.transports.receiver import HostShares, Share, Worker
+from slipstream.weight_sync.weights.delta_codec import DeltaError, apply
+from slipstream.weight_sync.weights.host_memory import Staging, mapped
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import digest_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import on_thread
-from weight_sync.transports.base import Sender, Sent, TransferError
-from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
-from weight_sync.transports.gloo.receiver import DeltaInfo
-from weight_sync.transports.gloo.rendezvous import Rendezvous
-from weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath, SharedHistory
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
+from slipstream.weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
+from slipstream.weight_sync.transports.gloo.receiver import DeltaInfo
+from slipstream.weight_sync.transports.gloo.rendezvous import Rendezvous
+from slipstream.weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath, SharedHistory
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, Library, Nccl, NcclError, Result
+from slipstream.weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, Library, Nccl, NcclError, Result
 
 # Seconds between two looks at a running call: the first value grows to the second.
 FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 1e-3

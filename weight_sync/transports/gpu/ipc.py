@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import on_thread
-from weight_sync.transports.base import Sender, TransferError
-from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.communicator import FIRST_LOOK_S, LAST_LOOK_S, Gpu, Stream
-from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.transports.receiver import Share, Weights, Worker
-from weight_sync.weights.checksum import SIZE, checksum
-from weight_sync.weights.manifest import ALIGNMENT, Manifest
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.transports.base import Sender, TransferError
+from slipstream.weight_sync.transports.gpu import communicator
+from slipstream.weight_sync.transports.gpu.communicator import FIRST_LOOK_S, LAST_LOOK_S, Gpu, Stream
+from slipstream.weight_sync.transports.gpu.nccl_library import NcclError
+from slipstream.weight_sync.transports.receiver import Share, Weights, Worker
+from slipstream.weight_sync.weights.checksum import SIZE, checksum
+from slipstream.weight_sync.weights.manifest import ALIGNMENT, Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 # Places of the counters of buckets that were filled and loaded.
 FILLED, LOADED = 0, 1

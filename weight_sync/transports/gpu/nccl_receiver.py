@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.communicator import Communicator
-from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.transports.receiver import DeviceBuffers, Share, Worker, in_turn
-from weight_sync.weights.checksum import SIZE, checksum
-from weight_sync.weights.manifest import Bucket, Manifest
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.gpu import communicator
+from slipstream.weight_sync.transports.gpu.communicator import Communicator
+from slipstream.weight_sync.transports.gpu.nccl_library import NcclError
+from slipstream.weight_sync.transports.receiver import DeviceBuffers, Share, Worker, in_turn
+from slipstream.weight_sync.weights.checksum import SIZE, checksum
+from slipstream.weight_sync.weights.manifest import Bucket, Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import gather, on_thread, shielded
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import Sender, Sent, TransferError
-from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.communicator import Communicator, Gpu
-from weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
-from weight_sync.transports.gpu.nccl_receiver import chunks, fill, wire_order
-from weight_sync.weights.checksum import SIZE, checksum
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.cancellation import gather, on_thread, shielded
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
+from slipstream.weight_sync.transports.gpu import communicator
+from slipstream.weight_sync.transports.gpu.communicator import Communicator, Gpu
+from slipstream.weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
+from slipstream.weight_sync.transports.gpu.nccl_receiver import chunks, fill, wire_order
+from slipstream.weight_sync.weights.checksum import SIZE, checksum
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 
 class Link:

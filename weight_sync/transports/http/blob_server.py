@@ -17,12 +17,12 @@ from typing import Self
 import torch
 from aiohttp import web
 
-from protocol.config.sections.base import url_of
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import chunks
-from weight_sync.transports.http.chunks import bytes_of
-from weight_sync.transports.http.listener import Listener, Throttle, admit, listen
-from weight_sync.transports.http.offers import Offers
+from slipstream.protocol.config.sections.base import url_of
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http import chunks
+from slipstream.weight_sync.transports.http.chunks import bytes_of
+from slipstream.weight_sync.transports.http.listener import Listener, Throttle, admit, listen
+from slipstream.weight_sync.transports.http.offers import Offers
 
 logger = logging.getLogger(__name__)
 

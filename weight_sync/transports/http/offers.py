@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weight_sync.transports.http.chunks import CHUNK_BYTES, ChunkList
-from weight_sync.weights.delta_base import DeltaHistory
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.weight_sync.transports.http.chunks import CHUNK_BYTES, ChunkList
+from slipstream.weight_sync.weights.delta_base import DeltaHistory
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 LEARNER_SEATS = 2
 PEER_SEATS = 2

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.pull_sources import (
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http.chunks import ChunkList, digest_of
+from slipstream.weight_sync.transports.http.pull_sources import (
     CONNECT_TIMEOUT_S,
     FAILURES,
     MAX_REFUSED_S,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from weight_sync.transports.http import chunks
+from slipstream.weight_sync.transports.http import chunks
 
 # Seconds without a byte after which the request is made again, to this source or another.
 SILENCE_S = 2.0

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
-from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.staging import BrokeOff, Record, SharedStaging
-from weight_sync.transports.receiver import HostShares, Share, Worker
-from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
+from slipstream.weight_sync.transports.http.pull import Pull
+from slipstream.weight_sync.transports.http.staging import BrokeOff, Record, SharedStaging
+from slipstream.weight_sync.transports.receiver import HostShares, Share, Worker
+from slipstream.weight_sync.weights.delta_codec import DeltaError, apply
+from slipstream.weight_sync.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import on_thread
-from weight_sync.transports.base import Sender, Sent, TransferError
-from weight_sync.transports.http import chunks
-from weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
-from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.offers import Offer
-from weight_sync.transports.http.receiver import DeltaInfo, HttpInitInfo, HttpUpdateInfo
-from weight_sync.weights.delta_base import DeltaBase, DeltaPath
-from weight_sync.weights.snapshot import Snapshot
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
+from slipstream.weight_sync.transports.http import chunks
+from slipstream.weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
+from slipstream.weight_sync.transports.http.chunks import ChunkList, digest_of
+from slipstream.weight_sync.transports.http.offers import Offer
+from slipstream.weight_sync.transports.http.receiver import DeltaInfo, HttpInitInfo, HttpUpdateInfo
+from slipstream.weight_sync.weights.delta_base import DeltaBase, DeltaPath
+from slipstream.weight_sync.weights.snapshot import Snapshot
 
 BLOB_SERVERS = SharedBlobServers()
 

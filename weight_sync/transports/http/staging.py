@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from weight_sync.transports.base import TransferError
-from weight_sync.weights.host_memory import map_file
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.weights.host_memory import map_file
 
 LOOK_EVERY_S = 0.02
 _KEY = re.compile(r"[0-9a-f]{16}")

@@ -17,10 +17,10 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load
 
-from weight_sync.vllm.engine.contract import ModelRunner
-from weight_sync.vllm.engine.fingerprints import Difference
-from weight_sync.vllm.engine.layer_proof import Reading
-from weight_sync.vllm.engine.score_proof import put_under
+from slipstream.weight_sync.vllm.engine.contract import ModelRunner
+from slipstream.weight_sync.vllm.engine.fingerprints import Difference
+from slipstream.weight_sync.vllm.engine.layer_proof import Reading
+from slipstream.weight_sync.vllm.engine.score_proof import put_under
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 

@@ -15,10 +15,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from weight_sync.transports.receiver import Share, Weights
-from weight_sync.vllm.engine.shadow_modules import Pair
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.parts import Joiner, Part, joined
+from slipstream.weight_sync.transports.receiver import Share, Weights
+from slipstream.weight_sync.vllm.engine.shadow_modules import Pair
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.parts import Joiner, Part, joined
 
 
 class MustBeWhole(Exception):

@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
 
-from weight_sync.vllm.engine.contract import EngineCore, RecordsOfScheduler, Request
+from slipstream.weight_sync.vllm.engine.contract import EngineCore, RecordsOfScheduler, Request
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from weight_sync.vllm.engine.fingerprints import (
+from slipstream.weight_sync.vllm.engine.fingerprints import (
     Difference,
     ModelFingerprints,
     Products,

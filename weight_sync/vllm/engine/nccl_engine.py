@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from weight_sync.vllm.engine.fingerprints import ModelFingerprints
-from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.reload import DirectWrites, UpdateCheck
+from slipstream.weight_sync.vllm.engine.fingerprints import ModelFingerprints
+from slipstream.weight_sync.vllm.engine.layer_proof import watching
+from slipstream.weight_sync.vllm.engine.reload import DirectWrites, UpdateCheck
 
 
 class NcclEngine(NCCLWeightTransferEngine):

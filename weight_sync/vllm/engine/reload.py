@@ -22,11 +22,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, CopyCounter
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from weight_sync.transports.receiver import Weights
-from weight_sync.vllm.engine.contract import ModelConfig, VllmConfig
-from weight_sync.vllm.engine.fingerprints import ModelFingerprints, Products, fingerprint
-from weight_sync.vllm.engine.layer_proof import Watched, watching
-from weight_sync.vllm.engine.shadow_checks import is_of_tower
+from slipstream.weight_sync.transports.receiver import Weights
+from slipstream.weight_sync.vllm.engine.contract import ModelConfig, VllmConfig
+from slipstream.weight_sync.vllm.engine.fingerprints import ModelFingerprints, Products, fingerprint
+from slipstream.weight_sync.vllm.engine.layer_proof import Watched, watching
+from slipstream.weight_sync.vllm.engine.shadow_checks import is_of_tower
 
 # For each live model, the tensors that were once found as they arrived (`ModelFingerprints.known`).
 _known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()

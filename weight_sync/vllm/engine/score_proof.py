@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from weight_sync.vllm.engine.contract import AttentionLayer, ModelRunner
+from slipstream.weight_sync.vllm.engine.contract import AttentionLayer, ModelRunner
 
 # Attention keeps the square of this many scores for each head.
 MAX_TOKENS = 1024

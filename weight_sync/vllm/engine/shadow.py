@@ -21,13 +21,13 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 
-from weight_sync.transports.receiver import Weights
-from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, Reading
-from weight_sync.vllm.engine.contract import VllmConfig
-from weight_sync.vllm.engine.fingerprints import held
-from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.reload import DirectWrites, Reload
-from weight_sync.vllm.engine.shadow_checks import (
+from slipstream.weight_sync.transports.receiver import Weights
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, Reading
+from slipstream.weight_sync.vllm.engine.contract import VllmConfig
+from slipstream.weight_sync.vllm.engine.fingerprints import held
+from slipstream.weight_sync.vllm.engine.layer_proof import watching
+from slipstream.weight_sync.vllm.engine.reload import DirectWrites, Reload
+from slipstream.weight_sync.vllm.engine.shadow_checks import (
     NoShadow,
     RowSums,
     another_model,
@@ -36,7 +36,7 @@ from weight_sync.vllm.engine.shadow_checks import (
     check_width,
     is_of_tower,
 )
-from weight_sync.vllm.engine.shadow_modules import (
+from slipstream.weight_sync.vllm.engine.shadow_modules import (
     CONTAINERS,
     LOOKUP_ONLY,
     PackingError,
@@ -45,7 +45,7 @@ from weight_sync.vllm.engine.shadow_modules import (
     let_go,
     pair_modules,
 )
-from weight_sync.weights.parts import NotInParts
+from slipstream.weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)
 

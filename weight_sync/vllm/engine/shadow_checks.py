@@ -9,10 +9,10 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from weight_sync.transports.receiver import Weights
-from weight_sync.vllm.engine.fingerprints import odd_numbers, words_of
-from weight_sync.vllm.engine.shadow_modules import Pair
-from weight_sync.weights.parts import Part
+from slipstream.weight_sync.transports.receiver import Weights
+from slipstream.weight_sync.vllm.engine.fingerprints import odd_numbers, words_of
+from slipstream.weight_sync.vllm.engine.shadow_modules import Pair
+from slipstream.weight_sync.weights.parts import Part
 
 SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 

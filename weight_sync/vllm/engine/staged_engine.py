@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
-from weight_sync.transports.registry import TRANSPORTS, of_backend
-from weight_sync.vllm.engine import shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
-from weight_sync.weights.parts import NotInParts
+from slipstream.weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
+from slipstream.weight_sync.transports.registry import TRANSPORTS, of_backend
+from slipstream.weight_sync.vllm.engine import shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
+from slipstream.weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class StagedEngine(WeightTransferEngine):
     def build(self, shares: Sequence[Share]) -> Any:
         """Build the shadow of `self.model` from what arrives, done when this returns. Raises ValueError if the weights
         are not the model's."""
-        from weight_sync.vllm.engine.shadow import build
+        from slipstream.weight_sync.vllm.engine.shadow import build
 
         with self._beside_generation() as synchronise:
             arrivals = Arrivals(shares, synchronise, self._in_one)

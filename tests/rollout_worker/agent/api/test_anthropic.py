@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from rollout_worker.agent.api.anthropic import AnthropicApi
-from rollout_worker.agent.api.anthropic_request import input_of
-from rollout_worker.agent.api.base import Reading
-from rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.anthropic import AnthropicApi
+from slipstream.rollout_worker.agent.api.anthropic_request import input_of
+from slipstream.rollout_worker.agent.api.base import Reading
+from slipstream.rollout_worker.agent.api.messages import ApiError
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, client_of
 from tests.kit.api import conforms

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rollout_worker import worker
+from slipstream.rollout_worker import worker
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, results_of
 from tests.kit.fake_vllm.policies import in_turn, scripted

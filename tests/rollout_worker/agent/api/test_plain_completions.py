@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rollout_worker.agent.api.messages import ApiError
-from rollout_worker.agent.api.plain import read_plain
-from rollout_worker.agent.session import MODEL
+from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.plain import read_plain
+from slipstream.rollout_worker.agent.session import MODEL
 from tests import kit
 from tests.kit.agent import USER, agent_task, client_of
 from tests.kit.fake_vllm.policies import scripted

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollout_worker.agent.api import request
-from rollout_worker.agent.api.messages import (
+from slipstream.rollout_worker.agent.api import request
+from slipstream.rollout_worker.agent.api.messages import (
     ApiError,
     Call,
     ChatMessage,
@@ -14,7 +14,7 @@ from rollout_worker.agent.api.messages import (
     read_messages,
     repeats,
 )
-from rollout_worker.agent.api.request import read_parameters
+from slipstream.rollout_worker.agent.api.request import read_parameters
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER
 

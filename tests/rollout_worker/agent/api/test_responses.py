@@ -6,10 +6,10 @@ import re
 import pytest
 from pydantic import BaseModel
 
-from protocol.config.sections.sampling import keeps_mask
-from rollout_worker.agent.api.base import Reading
-from rollout_worker.agent.api.messages import ApiError
-from rollout_worker.agent.api.responses import ResponsesApi
+from slipstream.protocol.config.sections.sampling import keeps_mask
+from slipstream.rollout_worker.agent.api.base import Reading
+from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.responses import ResponsesApi
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, client_of
 from tests.kit.api import conforms

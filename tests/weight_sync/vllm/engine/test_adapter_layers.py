@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from protocol.versions import name_of
-from weight_sync.weights.snapshot import adapter_digest
+from slipstream.protocol.versions import name_of
+from slipstream.weight_sync.weights.snapshot import adapter_digest
 
 pytest.importorskip("vllm")
 
@@ -89,7 +89,7 @@ def stored(folder: Path, sent: dict[str, torch.Tensor]) -> str:
 
 
 def found(folder: Path, name: str, worker: Worker, fault: Callable[[Worker], None] | None = None) -> Any:
-    from weight_sync.vllm.engine import adapter_proof
+    from slipstream.weight_sync.vllm.engine import adapter_proof
 
     copied = adapter_proof.copy_adapter_slots(worker, (name, 5, str(folder)))
     if fault is not None:
@@ -172,7 +172,7 @@ def test_layers_of_another_kind_are_named_as_not_read(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_is_in_no_slot_is_an_error(tmp_path: Path) -> None:
-    from weight_sync.vllm.engine import adapter_proof
+    from slipstream.weight_sync.vllm.engine import adapter_proof
 
     worker = Worker(tensors())
     worker._set_active_loras = lambda *_: None  # type: ignore[method-assign]

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weight_sync.transports.receiver import Share
-from weight_sync.vllm.engine.arrivals import Arrivals, kind_of
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.parts import Part
+from slipstream.weight_sync.transports.receiver import Share
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals, kind_of
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.parts import Part
 
 WEIGHTS = {
     "layers.0.norm.weight": torch.rand(6),

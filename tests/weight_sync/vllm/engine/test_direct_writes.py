@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from weight_sync.vllm.engine.reload import Reload
+from slipstream.weight_sync.vllm.engine.reload import Reload
 
 WEIGHTS = ("mixed.data", "mixed.plain", "mixed.loaded", "own.weight")
 

@@ -53,7 +53,7 @@ class Core:
 @pytest.fixture
 def swap() -> Any:
     pytest.importorskip("vllm")
-    from weight_sync.vllm.engine import engine_core
+    from slipstream.weight_sync.vllm.engine import engine_core
 
     return engine_core.swap
 
@@ -92,7 +92,7 @@ def test_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: Any
 
 
 def test_a_worker_says_why_its_exchange_failed(caplog: pytest.LogCaptureFixture) -> None:
-    from weight_sync.vllm.worker import StagingMixin
+    from slipstream.weight_sync.vllm.worker import StagingMixin
 
     class Worker(StagingMixin):
         def finish_weight_update(self) -> None:
@@ -121,7 +121,7 @@ def test_steps_under_way_end_before_the_swap_and_a_persons_pause_stands(swap: An
 
 def test_the_longest_step_is_remembered_and_fades() -> None:
     pytest.importorskip("vllm")
-    from weight_sync.vllm.engine.engine_core import HALF_LIFE_S, StepTimes
+    from slipstream.weight_sync.vllm.engine.engine_core import HALF_LIFE_S, StepTimes
 
     steps = StepTimes()
     steps.note(8.0, 100.0)

@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.answers import Staged, Swap
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import StagedTransport, TransferError
+from slipstream.weight_sync.transports.gloo.sender import GlooSender
+from slipstream.weight_sync.transports.receiver import Share
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.sync import probe
-from weight_sync.server.answers import Staged, Swap
-from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import StagedTransport, TransferError
-from weight_sync.transports.gloo.sender import GlooSender
-from weight_sync.transports.receiver import Share
-from weight_sync.weights.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")
 def module() -> Any:
     """Importing vLLM takes seconds: only when a test of this file runs."""
     pytest.importorskip("vllm")
-    return importlib.import_module("weight_sync.vllm.engine.staged_engine")
+    return importlib.import_module("slipstream.weight_sync.vllm.engine.staged_engine")
 
 
 class InProcess(ServerControl):
@@ -204,7 +204,7 @@ async def test_a_manifest_of_another_shape_is_refused(rig: Rig, info: dict[str, 
 
 def test_a_reload_warns_of_modules_with_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    module = importlib.import_module("weight_sync.vllm.engine.reload")
+    module = importlib.import_module("slipstream.weight_sync.vllm.engine.reload")
 
     class Rotary(torch.nn.Module):
         def __init__(self) -> None:

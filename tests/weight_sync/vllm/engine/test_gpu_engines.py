@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server import pause
+from slipstream.weight_sync.server.answers import EngineState, Staged, Swap
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import TransferError, Transport, build_transport
+from slipstream.weight_sync.transports.gpu import communicator, ipc
+from slipstream.weight_sync.transports.registry import TRANSPORTS
+from slipstream.weight_sync.weights.manifest import Manifest
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.stand_in_nccl import SharedMemory, World, stand_in_gpu
 from tests.kit.sync import probe
-from weight_sync.server import pause
-from weight_sync.server.answers import EngineState, Staged, Swap
-from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError, Transport, build_transport
-from weight_sync.transports.gpu import communicator, ipc
-from weight_sync.transports.registry import TRANSPORTS
-from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.snapshot import Snapshot
 
 
 class Shadow:
@@ -82,7 +82,7 @@ class Rig:
         pytest.importorskip("vllm")
         self.world, self.memory, self.model = World(), SharedMemory(), dict[str, torch.Tensor]()
         module, _, cls = TRANSPORTS[name].engine.partition(":")
-        shadow: Any = importlib.import_module("weight_sync.vllm.engine.shadow")
+        shadow: Any = importlib.import_module("slipstream.weight_sync.vllm.engine.shadow")
         monkeypatch.setattr(shadow, "build", lambda model, config, arrivals, whole: Shadow(model, arrivals))
         monkeypatch.setattr(communicator, "own_gpu", lambda device=None: self._gpu(own if device else learner))
         monkeypatch.setattr(ipc, "export_storage", self.memory.export)

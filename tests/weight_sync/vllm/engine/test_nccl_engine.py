@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.config import WeightSyncSection
+from slipstream.protocol.config import WeightSyncSection
+from slipstream.weight_sync.server.cancellation import on_thread
+from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.pause import Pause
+from slipstream.weight_sync.transports.base import TransferError
+from slipstream.weight_sync.transports.gpu import communicator
+from slipstream.weight_sync.transports.gpu.nccl_sender import NcclTransport
+from slipstream.weight_sync.vllm.engine.fingerprints import Difference, compare, held
+from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit.stand_in_nccl import Blocking, World, stand_in_gpu
 from tests.kit.sync import probe
-from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.nccl_sender import NcclTransport
-from weight_sync.vllm.engine.fingerprints import Difference, compare, held
-from weight_sync.weights.snapshot import Snapshot
 
 
 class Loads(torch.nn.Module):
@@ -133,7 +133,7 @@ def snapshot(version: int, rows: int = 1500) -> Snapshot:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     pytest.importorskip("vllm")
-    ours: Any = importlib.import_module("weight_sync.vllm.engine.nccl_engine")
+    ours: Any = importlib.import_module("slipstream.weight_sync.vllm.engine.nccl_engine")
     common: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
     packed: Any = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
     reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")

@@ -118,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     from transformers import Qwen3Config
 
-    from weight_sync.vllm.engine import engine_core
+    from slipstream.weight_sync.vllm.engine import engine_core
 
     engine_core.install_prefix_salt()
     engine_core.install_prefix_salt()

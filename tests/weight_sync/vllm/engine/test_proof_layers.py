@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from weight_sync.vllm.engine import fingerprints, layer_proof
-from weight_sync.vllm.engine.fingerprints import Difference, ModelFingerprints, compare, fingerprint, held
-from weight_sync.vllm.engine.layer_proof import ModelReading
-from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear, can_pack
+from slipstream.weight_sync.vllm.engine import fingerprints, layer_proof
+from slipstream.weight_sync.vllm.engine.fingerprints import Difference, ModelFingerprints, compare, fingerprint, held
+from slipstream.weight_sync.vllm.engine.layer_proof import ModelReading
+from slipstream.weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear, can_pack
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -206,7 +206,7 @@ def test_a_packed_weight_is_read_where_it_lies() -> None:
 
 WITHOUT_BFLOAT16 = """
 import torch
-from weight_sync.vllm.engine.shadow_modules import TorchLinear, can_pack
+from slipstream.weight_sync.vllm.engine.shadow_modules import TorchLinear, can_pack
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     try:

@@ -16,10 +16,10 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from weight_sync.vllm.engine import layer_proof
-from weight_sync.vllm.engine.fingerprints import ModelFingerprints, cannot_be_read, compare, held
-from weight_sync.vllm.engine.layer_proof import HALF, ModelReading, of_weight, vectors, watching
-from weight_sync.vllm.engine.shadow_modules import can_pack
+from slipstream.weight_sync.vllm.engine import layer_proof
+from slipstream.weight_sync.vllm.engine.fingerprints import ModelFingerprints, cannot_be_read, compare, held
+from slipstream.weight_sync.vllm.engine.layer_proof import HALF, ModelReading, of_weight, vectors, watching
+from slipstream.weight_sync.vllm.engine.shadow_modules import can_pack
 
 ROWS, COLUMNS = 96, 64
 TYPES = [torch.float32, torch.bfloat16]

@@ -29,7 +29,7 @@ model, folder = sys.argv[1], Path(sys.argv[2])
 llm = LLM(
     model, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128,
     kv_cache_memory_bytes=8 << 20, block_size=32, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
-    enable_lora=True, max_lora_rank=8, worker_extension_cls="weight_sync.vllm.worker.SlipstreamWorker",
+    enable_lora=True, max_lora_rank=8, worker_extension_cls="slipstream.weight_sync.vllm.worker.SlipstreamWorker",
 )
 sizes = {name: tensor.shape for name, tensor in llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
          .model_runner.model.named_parameters()}

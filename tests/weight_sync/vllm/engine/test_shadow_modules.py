@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from weight_sync.vllm.engine.shadow_modules import pair_modules
+from slipstream.weight_sync.vllm.engine.shadow_modules import pair_modules
 
 
 class Layer(torch.nn.Module):

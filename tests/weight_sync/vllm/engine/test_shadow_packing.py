@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm.engine import shadow, shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals
-from weight_sync.vllm.engine.fingerprints import compare, held
-from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear
+from slipstream.weight_sync.vllm.engine import shadow, shadow_modules
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
+from slipstream.weight_sync.vllm.engine.fingerprints import compare, held
+from slipstream.weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear
 
 ROWS, COLUMNS = 96, 64
 CONFIG = SimpleNamespace(

@@ -10,9 +10,9 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm.engine.arrivals import Arrivals, Reading
-from weight_sync.vllm.engine.shadow_checks import RowSums, check_width
-from weight_sync.vllm.engine.shadow_modules import Pair
+from slipstream.weight_sync.vllm.engine.arrivals import Arrivals, Reading
+from slipstream.weight_sync.vllm.engine.shadow_checks import RowSums, check_width
+from slipstream.weight_sync.vllm.engine.shadow_modules import Pair
 
 NAME = "model.embed_tokens"
 

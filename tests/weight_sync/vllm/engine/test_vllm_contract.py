@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.servers import vllm_server
+from slipstream.deploy.servers import vllm_server
+from slipstream.weight_sync.server import control
+from slipstream.weight_sync.vllm.control_rules import RULES
+from slipstream.weight_sync.vllm.engine import contract
 from tests.kit import config
 from tests.weight_sync.vllm_source import Definition, Function, SourceTree, Use, uses
-from weight_sync.server import control
-from weight_sync.vllm.control_rules import RULES
-from weight_sync.vllm.engine import contract
 
 ROOT = Path(__file__).parents[4]
 INSTALLED = Path(str(find_spec("vllm").origin)).parent  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ from slipstream.protocol.client import RunFinished
 from slipstream.protocol.config import RunConfig, adapter_checks
 from slipstream.weight_sync.fleet import adapter_publication
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
+from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -95,9 +95,7 @@ class Loop:
         self._evaluator = session.evaluator
         self._callbacks = session.callbacks
         self._keeper = session.keeper
-        self._position = session.position
-        # The newest version handed to the publisher: the session publishes its first one before it trains.
-        self._published = session.position.version
+        self._queue = session.queue
         # Number of the publisher's records that were reported.
         self._recorded = 0
         # Whether an adapter is published by itself; None: not decided yet.
@@ -110,26 +108,26 @@ class Loop:
             self._run_session()
         except BaseException as error:
             if isinstance(error, Stopped):
-                self._keeper.leave(self._position, error.halfway)
+                self._keeper.leave(self._queue.position, error.halfway)
             self._reports.close(min(ENDED_CLOSE_S, max(0.5, self._stop.left_s / 2)))
             raise
         self._reports.close()
         self._session.models.close()
 
     def _run_session(self) -> None:
-        what = f"publishing version {self._position.version} to the vLLM servers"
+        queue = self._queue
+        what = f"publishing version {queue.position.version} to the vLLM servers"
         self._trainer.team.on_lost(self._publisher.rank_lost)
-        with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
+        with self._progress.phase(what), queue.waiting(f"loading: {what}"):
             self._publish()
             self._finish_publication()
         self._evaluator.begin()
-        self._evaluator.ask_if_due(self._position.step, self._published)
-        if self._position.step == 0:
+        self._ask_for_evaluation()
+        if queue.position.step == 0:
             self._evaluator.wait_for_first()
         pin = self._trainer.device.type == "cuda"
         branches, routed = self._trainer.policy.layout == "trie", self._trainer.policy.routed_layers
-        with Feeder(self._config, self._client, self._position, pin=pin, branches=branches, routed=routed) as feeder:
-            self._publisher.on_failure = feeder.fail
+        with queue.feeding(pin, branches, routed) as feeder:
 
             def lost(error: RankLost) -> None:
                 self._publisher.rank_lost(error)
@@ -137,15 +135,14 @@ class Loop:
 
             self._trainer.team.on_lost(lost)
             self._train(feeder)
-        with self._progress.phase(f"publishing version {self._position.version}"):
-            if self._published != self._position.version:
+        with self._progress.phase(f"publishing version {queue.position.version}"):
+            if queue.published != queue.position.version:
                 self._publish()
             self._finish_publication()
         ended = self._callbacks.stopped
-        if ended or self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
-            wanted = ended and self._config.eval.at_end
-            self._evaluator.ask_if_due(self._position.step, self._published, wanted)
-        self._keeper.keep_last(self._position)
+        if ended or queue.position.step == self._config.learner.steps:  # after the publication, to see the last weights
+            self._ask_for_evaluation(wanted=ended and self._config.eval.at_end)
+        self._keeper.keep_last(queue.position)
         self._evaluator.wait()
         self._keeper.settle()
         late = self._evaluator.fresh()
@@ -157,9 +154,9 @@ class Loop:
     def _train(self, feeder: Feeder) -> None:
         learner, reports = self._config.learner, self._reports
         ended, cpu, blocked_s, wait_s = time.perf_counter(), time.process_time(), 0.0, 0.0
-        while self._position.step < learner.steps:
+        while self._queue.position.step < learner.steps:
             if self._callbacks.stopped:
-                step = self._position.step
+                step = self._queue.position.step
                 place = f"after step {step}" if step else "before the first step"
                 self._progress.say(f"ending {place}: a callback asked for it")
                 return
@@ -196,7 +193,7 @@ class Loop:
                 scores = self._trainer.scores_of([of.rollout for of in batch.sampled])
                 samples = with_tokens(batch, scores, self._session.texts)
                 report = self._session.notices.added_to(record.report(self._publisher.in_flight, self._trainer.ranks))
-                self._position = feeder.trained(batch, report)
+                self._queue.acknowledge(feeder, batch, report)
                 span.set(
                     groups=len(batch.ticket_ids), tokens=batch.counts.tokens_trained, reward=batch.counts.reward_mean
                 )
@@ -207,12 +204,12 @@ class Loop:
             reports.show(record, batch.samples, self._evaluator.records)
             wish = self._callbacks.stepped(record)
             if batch.step < learner.steps and not wish.stop:
-                self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
-            self._keeper.keep_if_due(self._position, wish.save)
+                self._ask_for_evaluation(wish.evaluate)
+            self._keeper.keep_if_due(self._queue.position, wish.save)
 
     def _traces(self, batch: Batch) -> Iterator[tracing.TicketTrace]:
         """Yield the traces of a batch's groups."""
-        return (tracing.TicketTrace(self._position.run, ticket_id) for ticket_id in batch.ticket_ids)
+        return (tracing.TicketTrace(self._queue.position.run, ticket_id) for ticket_id in batch.ticket_ids)
 
     def _watch_servers(self, metrics: StepMetrics) -> None:
         for text in self._session.watch.step(metrics.beside):
@@ -225,7 +222,7 @@ class Loop:
         status = self._client.call(lambda queue: queue.status())
         # The metrics first: a finished run is not resumed.
         self._reports.summarise(status, self._evaluator.records)
-        self._client.call(lambda queue: queue.finish(self._position.session))
+        self._queue.finish()
         self._reports.conclude(status)
 
     def _hand_over(self, version: int, probe: Probe) -> float:
@@ -235,36 +232,32 @@ class Loop:
             if self._alone is None:
                 on_gpu = trainer.device.type == "cuda"
                 self._alone = adapter_published_alone(
-                    self._config, adapter, probe, on_gpu, self._progress.say, self._position.run
+                    self._config, adapter, probe, on_gpu, self._progress.say, self._queue.position.run
                 )
             if self._alone:
                 return publisher.publish(version, adapter.alone(), probe)
         if not publisher.by_shares:
             return publisher.publish(version, trainer.weights(), probe)
-        told = {"version": version, "kept": publisher.make_room(), "run": self._position.run}
+        told = {"version": version, "kept": publisher.make_room(), "run": self._queue.position.run}
         return trainer.hand_over_share(told, lambda share: publisher.publish(version, share, probe))
 
     def _publish(self) -> float:
         """Hand the weights over. Returns the seconds that this took."""
-        version = self._position.version
-        ids = probe_token_ids(
-            self._trainer.policy.vocabulary_size, version // self._config.weight_sync.every, self._config.run.seed
-        )
-        probe = Probe(ids, self._trainer.score(ids))
-        with self._client.waiting(self._position.session, "publication"):
-            blocked_s = self._hand_over(version, probe)
-        self._published = version
+        blocked_s = self._queue.publish(self._trainer.score, self._hand_over)
         self._record_publications()
         return blocked_s
 
     def _finish_publication(self) -> None:
-        with self._client.waiting(self._position.session, "publication"):
-            self._publisher.wait()
+        self._queue.wait_published()
         self._record_publications()
+
+    def _ask_for_evaluation(self, wanted: bool = False) -> None:
+        assert self._queue.published is not None
+        self._evaluator.ask_if_due(self._queue.position.step, self._queue.published, wanted)
 
     def _record_publications(self) -> None:
         ended = self._publisher.records[self._recorded :]
-        self._reports.publications(ended, offset=self._position.version - self._position.step)
+        self._reports.publications(ended, offset=self._queue.position.version - self._queue.position.step)
         self._recorded += len(ended)
 
 

@@ -18,6 +18,7 @@ from slipstream.learner.checkpoints.uploads import Models
 from slipstream.learner.collapse import CollapseWatch
 from slipstream.learner.evaluator import Evaluator, open_eval_journal
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.queue_session import QueueSession
 from slipstream.learner.ranks.stopping import Stop
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.queue_status import PendingNotices
@@ -26,10 +27,8 @@ from slipstream.learner.report.sampler_checks import ServerWatch
 from slipstream.learner.report.token_views import Texts
 from slipstream.learner.skipping import Attempts
 from slipstream.learner.training.trainer import Trainer
-from slipstream.protocol import reasons
-from slipstream.protocol.client import QueueError, QueueRefused
-from slipstream.protocol.config import ConfigError, RunConfig
-from slipstream.protocol.messages import RunPosition
+from slipstream.protocol.client import QueueError
+from slipstream.protocol.config import RunConfig
 from slipstream.weight_sync.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Session:
     """The parts that one session of the learner works with, from the position at which the queue began it.
 
     Attributes:
-        position: The run's position when the session began.
+        queue: The session at the queue.
         notices: Failures that the queue is not told of yet.
         watch: Compares the servers' samples with the policy.
         collapse: Looks for an update that destroyed the policy.
@@ -51,7 +50,7 @@ class Session:
         texts: Returns the text of each of some token ids.
     """
 
-    position: RunPosition
+    queue: QueueSession
     reports: Reports
     evaluator: Evaluator
     callbacks: Callbacks
@@ -80,16 +79,10 @@ def begin_session(
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
-    begin = start.session(config, checkpoint, resume, trainer.policy.vocabulary_size, after)
+    begin = start.session(config, checkpoint and checkpoint.info, resume, trainer.policy.vocabulary_size, after)
     with progress.phase("waiting for the queue"):
-        try:
-            position = client.call(lambda queue: queue.begin_session(begin))
-        except QueueRefused as refusal:
-            if refusal.reason == reasons.SESSION_SUPERSEDED:
-                raise ConfigError(f"--resume: {refusal}") from None
-            raise
-    session = position.session
-    publisher.session, publisher.run_id = session, position.run
+        queue = QueueSession(config, client, publisher, begin, trainer.policy.vocabulary_size)
+    session = queue.position.session
 
     def rank_is_silent(who: str | None) -> None:
         """Tell the queue, from a thread: the main one may be in a collective with that rank."""
@@ -114,7 +107,7 @@ def begin_session(
         called.saved()
 
     return Session(
-        position=position,
+        queue=queue,
         reports=reports,
         evaluator=evaluator,
         callbacks=called,

@@ -135,24 +135,36 @@ def settings(config: RunConfig) -> dict[str, str]:
 
 
 def session(
-    config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int, after: int | None = None
+    config: RunConfig, done: CheckpointInfo | None, resume: bool, vocabulary: int, after: int | None = None
 ) -> BeginSession:
     """Make the learner's declaration to the queue: where it starts, and the fingerprint of the rollouts it accepts.
 
     Args:
+        done: The checkpoint that it goes on from; None for the initial model.
         vocabulary: Token ids that the model knows.
         after: The newest session when it looked whether it is alone; None: it begins whoever else has.
 
     Raises:
         ConfigError: No tokenizer can be loaded.
     """
-    done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
+    others = changed(config, done) if done else []
+    done = done or CheckpointInfo(step=0, version=0)
     # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
     version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
     expected = fingerprint.of(config, tokenizer(config.model))
-    others = changed(config, checkpoint.info) if checkpoint else []
     process = this_process()
     return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others, process, after)
+
+
+def vocabulary_size(model: ModelSection) -> int:
+    """Return how many token ids the model knows, by its configuration alone. Raises `ConfigError`."""
+    try:
+        found = AutoConfig.from_pretrained(
+            model.path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model.path = {model.path}: its configuration cannot be read: {error}") from error
+    return int(found.get_text_config().vocab_size)
 
 
 def this_process() -> LearnerProcess:

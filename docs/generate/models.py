@@ -72,7 +72,7 @@ parser of tool calls.
 A relative path starts at the run file's folder; on the command line, at the working directory.
 
 A parser function takes the turn's text, without the token that ended it. It returns a list of `(name, arguments)`,
-empty if there is no call, or a `rollout_worker.chat.base.ParsedTurn`, which also separates content and reasoning.
+empty if there is no call, or a `slipstream.ParsedTurn`, which also separates content and reasoning.
 It runs for each turn on the worker's event loop: keep it as short as a regular expression. An exception becomes a
 malformed call.
 

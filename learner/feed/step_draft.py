@@ -65,6 +65,8 @@ class Batch:
         version: The learner's version while it trains; the step makes `version + 1`.
         samples: Some of its rollouts for people to read, the best first and then the worst.
         sampled: The tokens of the first of them, in the same order; the others are of groups that do not train.
+        sequences: What `rows` packs.
+        advantages: float32 [S], of each of `rollouts`.
     """
 
     step: int
@@ -76,6 +78,8 @@ class Batch:
     counts: StepCounts
     samples: list[RolloutView] = field(default_factory=list)
     sampled: list[SampledTokens] = field(default_factory=list)
+    sequences: list[Sample] = field(default_factory=list)
+    advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
 
 @dataclass(frozen=True)
@@ -202,18 +206,23 @@ class Draft:
         rollouts = self._rollouts(standing)
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
         images = StepImages()
-        samples = [
+        sequences = [
             sample
             for number, of in enumerate(standing)
             for sample in _sequences(of, number, rollouts, images, self._routed)
         ]
         ranks = self._config.learner.ranks
-        rows = pack(samples, budget, branches=self._branches, ranks=ranks)
+        rows = pack(sequences, budget, branches=self._branches, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
         counts = count_step(judged, self._metrics, weights, rows, budget, bound)
-        shown, sampled = self._samples(self._advantage(rollouts))
-        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown, sampled)
+        of_rollouts = self._advantage(rollouts)
+        shown, sampled = self._samples(of_rollouts)
+        return Batch(
+            *(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown, sampled),
+            sequences=sequences,
+            advantages=of_rollouts,
+        )
 
     def _judge(self, item: LeasedGroup) -> _Standing:
         queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated

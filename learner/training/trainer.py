@@ -58,6 +58,8 @@ class DivergedError(LearnerFailed):
 class StepMetrics:
     """The measurements of one optimiser step, a part of its line in `metrics.jsonl`.
 
+    A trainer of the user's own may leave most of them out.
+
     Attributes:
         entropy: Mean entropy of the sampling distribution over the tokens that train, in nats.
         grad_norm: Norm of the gradient before clipping.
@@ -70,11 +72,11 @@ class StepMetrics:
         beside: Further metrics by their names, of `learner.algorithm.drift` and `learner.training.flops`.
     """
 
-    loss: float
-    entropy: float | None
-    grad_norm: float
-    learning_rate: float
-    train_s: float
+    loss: float | None = None
+    entropy: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    train_s: float = 0.0
     objective: Mapping[str, float | None] = field(default_factory=dict)
     log_ratio_max: float | None = None
     sampler_kl_staleness_0: float | None = None
@@ -468,13 +470,14 @@ def _mean(updates: Sequence[StepMetrics]) -> StepMetrics:
     first = updates[0]
     if len(updates) == 1:
         return first
-    objective: dict[str, float | None] = {}
-    for name in first.objective:
-        values = [value for each in updates if (value := each.objective.get(name)) is not None]
-        objective[name] = sum(values) / len(values) if values else None
     return replace(
         first,
-        loss=sum(each.loss for each in updates) / len(updates),
-        grad_norm=sum(each.grad_norm for each in updates) / len(updates),
-        objective=objective,
+        loss=_known_mean([each.loss for each in updates]),
+        grad_norm=_known_mean([each.grad_norm for each in updates]),
+        objective={name: _known_mean([each.objective.get(name) for each in updates]) for name in first.objective},
     )
+
+
+def _known_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

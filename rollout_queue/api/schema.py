@@ -73,8 +73,8 @@ def _for_generators(found: Any) -> Any:
 
 
 def _plain(name: str) -> str:
-    """Return `StatusNotice` for `protocol.status.Notice`, which is so called where two types have one name."""
-    return re.sub(r"protocol\.(\w+)\.(\w+)", lambda match: match[1].capitalize() + match[2], name)
+    """Return `StatusNotice` for `slipstream.protocol.status.Notice`, msgspec's name where two types have one name."""
+    return re.sub(r"slipstream\.protocol\.(\w+)\.(\w+)", lambda match: match[1].capitalize() + match[2], name)
 
 
 def _types(endpoints: list[Endpoint]) -> list[Any]:

@@ -155,7 +155,7 @@ async def test_i9_a_worker_that_the_session_before_differs_from_waits_for_the_ne
         if asked == 3:
             queue.refusal = None
 
-    with caplog.at_level(logging.WARNING, "rollout_worker"):
+    with caplog.at_level(logging.WARNING, "slipstream.rollout_worker"):
         await roll(task(), fake(), queue=queue, sleep=sleep)
     assert len(queue.groups) == 1
     assert [record.message for record in caplog.records] == ["worker w0 waits for the learner's session: a, not b"]
@@ -231,7 +231,7 @@ async def test_warnings_are_logged_once_each(caplog, monkeypatch):
     monkeypatch.setattr("slipstream.rollout_worker.ticket_loop._HEARTBEAT_S", 0.01)
     queue = StandInQueue(tickets_for(1, 2), keep_open=True)
     queue.warnings = ["the task file differs from that of worker-0"]
-    with caplog.at_level(logging.WARNING, "rollout_worker"):
+    with caplog.at_level(logging.WARNING, "slipstream.rollout_worker"):
         await roll(task(), fake(), queue=queue, stop_when=lambda worker: len(queue.reports) > 4)
     assert [record.message for record in caplog.records] == queue.warnings
 

@@ -498,7 +498,7 @@ async def test_a_group_refused_for_a_lost_ticket_is_counted():
 async def test_a_group_refused_at_the_door_is_counted_by_reason_and_told_once(caplog):
     queue = StandInQueue(tickets_for(3, 2), keep_open=True)
     queue.submit_error = QueueRefused(422, ErrorBody("logprobs_nan", "log-probs are not finite"))
-    with caplog.at_level(logging.WARNING, "rollout_worker"):
+    with caplog.at_level(logging.WARNING, "slipstream.rollout_worker"):
         run = await roll(
             task(),
             fake(),

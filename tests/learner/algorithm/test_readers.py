@@ -24,7 +24,7 @@ def reads(variant: type) -> set[str]:
     """The settings that the code of a class reads, and that of its bases but the face: what that reads, all read."""
     found = set()
     for of in variant.__mro__[:-1]:
-        if of.__module__.endswith(".base") or not of.__module__.startswith("learner."):
+        if of.__module__.endswith(".base") or not of.__module__.startswith("slipstream.learner."):
             continue
         source = ast.parse(textwrap.dedent(inspect.getsource(of)))
         found |= {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute) and _is_section(node.value)}

@@ -104,7 +104,7 @@ def test_a_log_file_gets_a_line_now_and_then() -> None:
 
 
 def test_every_step_is_in_the_log_and_each_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "learner")
+    caplog.set_level(logging.INFO, "slipstream.learner")
     screen = Screen(log=True)
     with screen.progress:
         for step in (1, 2, 3):

@@ -248,7 +248,7 @@ async def test_a_queue_that_outlives_its_run_says_why_and_how_to_end_it_once_a_s
     def said() -> int:
         return caplog.text.count("the run has finished. This queue stays up for its status and its rollouts")
 
-    caplog.set_level(logging.INFO, "rollout_queue")
+    caplog.set_level(logging.INFO, "slipstream.rollout_queue")
     once = config(learner={"steps": 1})
     made = SqliteStore(tmp_path / "queue.db")
     made.acquire()

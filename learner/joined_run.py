@@ -1,0 +1,350 @@
+"""`slipstream.join`: the door for a trainer of one's own.
+
+It leases judged batches, acknowledges the steps that were made of them, and publishes weights. Model, loss, optimiser
+and checkpoints are the caller's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from slipstream.learner import start
+from slipstream.learner.algorithm.step_data import NORMALISERS
+from slipstream.learner.checkpoints import checkpoint as checkpoints
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo
+from slipstream.learner.evaluator import Evaluator, open_eval_journal
+from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.feeder import Feeder
+from slipstream.learner.feed.step_draft import Batch
+from slipstream.learner.feed.token_batch import TokenBatch
+from slipstream.learner.queue_session import QueueSession
+from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.queue_status import Watch
+from slipstream.learner.report.records import StepRecord, StepTimes
+from slipstream.learner.report.reports import Reports
+from slipstream.learner.training.trainer import StepMetrics
+from slipstream.protocol import access, reasons
+from slipstream.protocol.client import QueueClient, RunFinished
+from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.weight_sync.publisher import Publisher
+
+# Takes the ids of one sequence of T tokens; returns the T - 1 log-probs, in nats at temperature 1, of its tokens after
+# the first: log p(token_ids[i + 1] | token_ids[: i + 1]).
+Score = Callable[[list[int]], "torch.Tensor | Sequence[float]"]
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+# Metrics of a step with a place of their own in `metrics.jsonl`.
+_OWN_PLACE = ("loss", "grad_norm", "learning_rate", "entropy")
+
+
+def join(
+    run: str | Path | RunConfig | None = None,
+    *settings: str,
+    queue: str | None = None,
+    step: int = 0,
+    resume: bool | None = None,
+) -> Run:
+    """Join a run as its trainer.
+
+        with slipstream.join("run.toml") as run:
+            run.publish(model.named_parameters(), score)
+            for batch in run.batches():
+                ...
+                run.commit(batch, {"loss": loss.item()})
+                run.publish(model.named_parameters(), score)
+
+    Queue, workers and vLLM servers are those of `slipstream up run.toml`, which starts the trainer too where
+    `learner.script` names its file.
+
+    Args:
+        run: Path of the run file, or what `slipstream.protocol.config.load` made of it. None: the script's command line
+            says it, `script.py run.toml [--queue URL] [--resume] [--section.key value]`.
+        settings: `"--section.key", "value"`, over those of the run file.
+        queue: URL of the queue; by default the run file's.
+        step: The step of the caller's own checkpoint to go on from; 0 without one.
+        resume: Whether the run continues. By default it does where `step` is above 0, or the command line says so.
+
+    Returns:
+        The run. Enter it with `with`: leaving the block without an exception ends the run; with one the run can be
+        resumed.
+
+    Raises:
+        ConfigError: A setting is wrong, or asks for what only Slipstream's own learner does.
+    """
+    if run is None:
+        given, rest = _parser().parse_known_args()
+        run, settings, queue = given.run_file, (*rest, *settings), queue or given.queue
+        resume = given.resume if resume is None else resume
+    config = run if isinstance(run, RunConfig) else load(run, list(settings), needs=["model", "chat"])
+    access.hide_token()
+    config = start.with_served_dtype(config, torch.cuda.is_available())
+    _check(config)
+    return Run(config, queue or config.queue.address, step, bool(step) if resume is None else resume)
+
+
+@dataclass
+class _Step:
+    """The batch that was given out last, and the times of its step."""
+
+    batch: Batch
+    feeder: Feeder
+    began: float
+    wait_s: float
+    ended: bool = field(default=False)
+
+
+class Run:
+    """A run that was joined with `slipstream.join`.
+
+    Attributes:
+        config: The run's settings.
+        run_dir: Folder of the run, for checkpoints and logs. `metrics.jsonl` in it gets a line for each step.
+    """
+
+    def __init__(self, config: RunConfig, queue_url: str, step: int, resume: bool) -> None:
+        self.config = config
+        self.run_dir = config.run_dir
+        self._url, self._from_step, self._resume = queue_url, step, resume
+        self._open = ExitStack()
+        self._current: _Step | None = None
+        self._blocked_s = 0.0
+        self._recorded = 0
+
+    def __enter__(self) -> Self:
+        config = self.config
+        with ExitStack() as opened:
+            self._progress = opened.enter_context(
+                TerminalProgress(config.learner.steps, config.learner.groups_per_step)
+            )
+            self._client = opened.enter_context(
+                BlockingQueueClient(QueueClient(self._url, config.token_for("learner")))
+            )
+            opened.enter_context(Watch(self._client, self._progress))
+            self._publisher = opened.enter_context(Publisher(config, self._url))
+            vocabulary = start.vocabulary_size(config.model)
+            begin = start.session(config, CheckpointInfo(self._from_step, 0), self._resume, vocabulary)
+            with self._progress.phase("waiting for the queue"):
+                self._queue = QueueSession(config, self._client, self._publisher, begin, vocabulary)
+            checkpoints.set_aside(config.run_dir, self._from_step)
+            self._reports = Reports(config, self._from_step, self._progress)
+            journal = open_eval_journal(config, self._from_step)
+            self._evaluator = Evaluator(config, self._client, self._queue.position.session, journal, self._progress)
+            self._ended = time.perf_counter()
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            if error is None:
+                self._finish()
+            self._reports.close()
+
+    @property
+    def step(self) -> int:
+        """Number of steps that were made."""
+        return self._queue.position.step
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the newest step made."""
+        return self._queue.position.version
+
+    def batches(self) -> Iterator[TokenBatch]:
+        """Yield the batch of each step, until `learner.steps` are made or the run is finished.
+
+        A batch holds `learner.groups_per_step` groups within `queue.max_staleness`. Commit or skip it before the next.
+
+        Raises:
+            QueueError: The queue refuses, cannot be reached, or no group comes for `learner.stall_timeout_s`.
+            PublishError: No server can be given the weights.
+            RuntimeError: Nothing was published yet, or the last batch was neither committed nor skipped.
+        """
+        if self._queue.published is None:
+            raise RuntimeError("nothing is published yet, so no server samples: call publish() before batches()")
+        self._queue.wait_published()
+        if self.step == 0:
+            self._evaluator.wait_for_first()
+        with self._queue.feeding(branches=False) as feeder:
+            while self.step < self.config.learner.steps:
+                if self._current is not None and not self._current.ended:
+                    raise RuntimeError(
+                        f"step {self._current.batch.step}: the batch was neither committed nor skipped: call commit() "
+                        f"or skip() before the next batch"
+                    )
+                began = time.perf_counter()
+                try:
+                    with self._progress.phase("waiting for groups"):
+                        batch = feeder.next_batch()
+                except RunFinished:
+                    return
+                self._current = _Step(batch, feeder, began, time.perf_counter() - began)
+                yield self._tokens(batch)
+
+    def commit(self, batch: TokenBatch, metrics: Mapping[str, float] | None = None) -> None:
+        """Tell the queue that a batch was trained. From here on its version is taken.
+
+        Call it after the optimiser's step, and before `publish` and any checkpoint of the step.
+
+        Args:
+            metrics: For `metrics.jsonl`, the status page and trackers. `loss`, `grad_norm`, `learning_rate` and
+                `entropy` are shown by these names.
+
+        Raises:
+            QueueError: The queue disagrees: another learner works on this run.
+            ValueError: A metric is no number.
+        """
+        current = self._take(batch)
+        given = {name: _number(name, value) for name, value in (metrics or {}).items()}
+        known = {name: given.pop(name) for name in _OWN_PLACE if name in given}
+        now = time.perf_counter()
+        step_s, self._ended = now - self._ended, now
+        of = current.batch
+        record = StepRecord(
+            step=of.step,
+            version=of.version + 1,
+            counts=of.counts,
+            metrics=StepMetrics(train_s=now - current.began - current.wait_s, beside=given, **known),
+            times=StepTimes(current.wait_s, step_s, time.process_time(), self._blocked_s * 1e3),
+            num_tokens=of.counts.tokens + self._reports.num_tokens,
+            evaluations=self._evaluator.fresh(),
+            weight_sync=self._reports.weight_sync(),
+        )
+        self._queue.acknowledge(current.feeder, of, record.report(self._publisher.in_flight))
+        current.ended = True
+        self._reports.step(record, of.samples)
+        self._reports.show(record, of.samples, self._evaluator.records)
+
+    def skip(self, batch: TokenBatch) -> None:
+        """Leave out a batch that cannot be trained, as where its loss is not finite.
+
+        The queue drops its groups, and the next batch is for the same step."""
+        current = self._take(batch)
+        current.feeder.leave_out(current.batch, reasons.STEP_NOT_FINITE)
+        current.ended = True
+
+    def publish(self, weights: Weights, score: Score) -> None:
+        """Give the newest weights to the vLLM servers, in the background.
+
+        The weights are copied before it returns, so training may go on. A server serves them when its log-probs of a
+        probe agree with `score`. It does nothing where `weight_sync.every` says that no publication is due; the first
+        version and the last are always due.
+
+        Args:
+            weights: Names and tensors as in the model's checkpoint, such as `model.named_parameters()`.
+            score: Scores a sequence under these weights, see `Score`.
+
+        Raises:
+            PublishError: No server can be given the weights.
+            ValueError: A name or shape is not that of the model, or the scores are not T - 1 numbers.
+        """
+        step, first = self.step, self._queue.published is None
+        due = step % self.config.weight_sync.every == 0 or step == self.config.learner.steps
+        if not first and (not due or self._queue.published == self.version):
+            return
+
+        def checked(token_ids: list[int]) -> Any:
+            with torch.no_grad():
+                scores = torch.as_tensor(score(token_ids)).detach().float().cpu().numpy()
+            if scores.shape != (len(token_ids) - 1,) or not np.isfinite(scores).all():
+                raise ValueError(
+                    f"score() returned {scores.shape} for {len(token_ids)} token ids: return {len(token_ids) - 1} "
+                    f"finite log-probs, of each token after the first"
+                )
+            return scores
+
+        named = weights.items() if isinstance(weights, Mapping) else weights
+        self._blocked_s = self._queue.publish(
+            checked, lambda version, probe: self._publisher.publish(version, named, probe)
+        )
+        self._record_publications()
+        if first:
+            self._evaluator.begin()
+        self._evaluator.ask_if_due(step, self.version)
+
+    def saved(self) -> None:
+        """Say that a checkpoint of the newest step is on disk: the queue may forget what was trained before it.
+
+        A run can be resumed from one of the `learner.keep_checkpoints` newest steps that were saved.
+        """
+        session, step = self._queue.position.session, self.step
+        self._client.call(lambda queue: queue.checkpointed(session, step))
+
+    def _take(self, batch: TokenBatch) -> _Step:
+        current = self._current
+        if (
+            current is None
+            or current.ended
+            or (batch.step, batch.version) != (current.batch.step, current.batch.version)
+        ):
+            raise RuntimeError(f"step {batch.step}: this is not the batch that batches() gave last, or it has ended")
+        return current
+
+    def _tokens(self, batch: Batch) -> TokenBatch:
+        normaliser = NORMALISERS[self.config.learner.normaliser]
+        return TokenBatch.of(
+            batch.step,
+            batch.version,
+            batch.sequences,
+            batch.rollouts.rewards,
+            batch.advantages,
+            normaliser(batch.rollouts, self.config.rollout.max_episode_tokens),
+        )
+
+    def _record_publications(self) -> None:
+        ended = self._publisher.records[self._recorded :]
+        self._reports.publications(ended, offset=self.version - self.step)
+        self._recorded += len(ended)
+
+    def _finish(self) -> None:
+        with self._progress.phase(f"publishing version {self.version}"):
+            self._queue.wait_published()
+        self._record_publications()
+        self._evaluator.wait()
+        self._reports.late(self._evaluator.fresh())
+        status = self._client.call(lambda queue: queue.status())
+        self._reports.summarise(status, self._evaluator.records)
+        self._queue.finish()
+        self._reports.conclude(status)
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse settings that need Slipstream's own learner."""
+    for setting, given in (
+        ("images.enabled", config.images.enabled),
+        ("learner.router_replay", config.learner.router_replay),
+        ("rollout.top_k", config.rollout.top_k),
+        ("lora.r", config.lora.r),
+    ):
+        if given:
+            raise ConfigError(f"{setting} = {given}: a trainer that joins does not see it; leave it out")
+
+
+def _number(name: str, value: float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"metrics[{name!r}] = {value}: give a finite number, or skip() a batch that cannot be trained")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=Path(sys.argv[0]).name, usage="%(prog)s run.toml [options] [--section.key value ...]", allow_abbrev=False
+    )
+    parser.add_argument("run_file", metavar="run.toml")
+    parser.add_argument("--queue", metavar="URL", help="URL of the queue, or of several, separated by commas")
+    parser.add_argument("--resume", action="store_true", help="the run continues")
+    return parser

@@ -12,7 +12,7 @@ import signal
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -48,6 +48,7 @@ from slipstream.protocol.config import (
 from slipstream.protocol.config.checks import find_algorithm_warnings, find_quorum_warnings
 from slipstream.protocol.config.fingerprint import release
 from slipstream.protocol.config.text import nearest
+from slipstream.protocol.import_path import python_path
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -179,6 +180,9 @@ def learner(
     probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
     # Importing torch takes seconds; report a wrong setting before that.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
+    if config.learner.script is not None:
+        resumed = ["--resume"] if resume else []
+        _become(config.learner.script, run_file, *(["--queue", queue] if queue else []), *resumed, *context.args)
     from slipstream.learner.ranks.liveness import RANK_LOST, RankLost
     from slipstream.learner.ranks.stopping import LearnerFailed
     from slipstream.learner.run import run
@@ -350,6 +354,12 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
             answer.write(str(error))
             code = 2
     leave(code)
+
+
+def _become(script: str, *arguments: str | Path) -> NoReturn:
+    """Go on as the trainer of the user's own, in this process."""
+    os.environ["PYTHONPATH"] = python_path()
+    os.execv(sys.executable, [sys.executable, script, *map(str, arguments)])
 
 
 def _with_steps(config: RunConfig) -> RunConfig:

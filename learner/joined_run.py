@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -96,13 +96,19 @@ def join(
 
 @dataclass
 class _Step:
-    """The batch that was given out last, and the times of its step."""
+    """The batch that was given out last.
+
+    Attributes:
+        wait_s: Seconds until it came.
+        trains_from: When it came, of `time.perf_counter`.
+        ended: Whether it was committed or skipped.
+    """
 
     batch: Batch
     feeder: Feeder
-    began: float
     wait_s: float
-    ended: bool = field(default=False)
+    trains_from: float
+    ended: bool = False
 
 
 class Run:
@@ -141,7 +147,7 @@ class Run:
             self._reports = Reports(config, self._from_step, self._progress)
             journal = open_eval_journal(config, self._from_step)
             self._evaluator = Evaluator(config, self._client, self._queue.position.session, journal, self._progress)
-            self._ended = time.perf_counter()
+            self._ended, self._cpu = time.perf_counter(), time.process_time()
             self._open = opened.pop_all()
         return self
 
@@ -191,7 +197,8 @@ class Run:
                         batch = feeder.next_batch()
                 except RunFinished:
                     return
-                self._current = _Step(batch, feeder, began, time.perf_counter() - began)
+                came = time.perf_counter()
+                self._current = _Step(batch, feeder, came - began, came)
                 yield self._tokens(batch)
 
     def commit(self, batch: TokenBatch, metrics: Mapping[str, float] | None = None) -> None:
@@ -209,16 +216,16 @@ class Run:
         """
         current = self._take(batch)
         given = {name: _number(name, value) for name, value in (metrics or {}).items()}
-        known = {name: given.pop(name) for name in _OWN_PLACE if name in given}
-        now = time.perf_counter()
-        step_s, self._ended = now - self._ended, now
+        loss, grad_norm, rate, entropy = (given.pop(name, None) for name in _OWN_PLACE)
+        now, cpu = time.perf_counter(), time.process_time()
+        step_s, cpu_s, self._ended, self._cpu = now - self._ended, cpu - self._cpu, now, cpu
         of = current.batch
         record = StepRecord(
             step=of.step,
             version=of.version + 1,
             counts=of.counts,
-            metrics=StepMetrics(train_s=now - current.began - current.wait_s, beside=given, **known),
-            times=StepTimes(current.wait_s, step_s, time.process_time(), self._blocked_s * 1e3),
+            metrics=StepMetrics(loss, entropy, grad_norm, rate, train_s=now - current.trains_from, beside=given),
+            times=StepTimes(current.wait_s, step_s, cpu_s, self._blocked_s * 1e3),
             num_tokens=of.counts.tokens + self._reports.num_tokens,
             evaluations=self._evaluator.fresh(),
             weight_sync=self._reports.weight_sync(),

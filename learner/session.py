@@ -79,7 +79,9 @@ def begin_session(
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
-    begin = start.session(config, checkpoint and checkpoint.info, resume, trainer.policy.vocabulary_size, after)
+    begin = start.session(
+        config, checkpoint.info if checkpoint else None, resume, trainer.policy.vocabulary_size, after
+    )
     with progress.phase("waiting for the queue"):
         queue = QueueSession(config, client, publisher, begin, trainer.policy.vocabulary_size)
     session = queue.position.session

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.deploy.run.process_keeper import RunFailed
+    from slipstream.learner.feed.token_batch import TokenBatch
+    from slipstream.learner.joined_run import Run, join
     from slipstream.protocol.client import QueueClient
     from slipstream.protocol.config import ConfigError
     from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
@@ -25,12 +27,15 @@ __all__ = [
     "MalformedCall",
     "ParsedTurn",
     "QueueClient",
+    "Run",
     "RunFailed",
     "Task",
+    "TokenBatch",
     "Tool",
     "ToolCall",
     "UntrainedModel",
     "__version__",
+    "join",
     "train",
 ]
 
@@ -40,11 +45,14 @@ _MODULES = {
     "MalformedCall": "slipstream.rollout_worker.chat.parsers.base",
     "ParsedTurn": "slipstream.rollout_worker.chat.parsers.base",
     "QueueClient": "slipstream.protocol.client",
+    "Run": "slipstream.learner.joined_run",
     "RunFailed": "slipstream.deploy.run.process_keeper",
     "Task": "slipstream.rollout_worker.task.task",
+    "TokenBatch": "slipstream.learner.feed.token_batch",
     "Tool": "slipstream.rollout_worker.tools.base",
     "ToolCall": "slipstream.rollout_worker.chat.parsers.base",
     "UntrainedModel": "slipstream.rollout_worker.task.roles",
+    "join": "slipstream.learner.joined_run",
     "train": "slipstream.script",
 }
 

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "weight_sync": {"protocol"},
     "learner": {"protocol", "weight_sync"},
     "deploy": {"protocol", "rollout_queue", "rollout_worker", "weight_sync", "learner"},
-    "slipstream": {"protocol", "rollout_worker", "deploy"},
+    # `__init__` alone names the learner, and imports it at first use.
+    "slipstream": {"protocol", "rollout_worker", "learner", "deploy"},
 }
 # Packages of the root that are imported as `slipstream.NAME`, by a link in slipstream/.
 LINKED = MAY_IMPORT.keys() - {"slipstream"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -106,16 +107,19 @@ class TokenBatch:
         for start in range(0, len(self), size):
             rows = slice(start, start + size)
             longest = int(self.attention_mask[rows].sum(1).max())
-            cut = {
-                each.name: value[rows, :longest] if value.dim() == 2 else value[rows]
-                for each in fields(self)
-                if isinstance(value := getattr(self, each.name), torch.Tensor)
-            }
-            yield replace(self, **cut)
+            yield self._each(partial(_cut, rows=rows, longest=longest))
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the tensors to a device."""
-        moved = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(
-            self, **{name: value.to(device) for name, value in moved.items() if isinstance(value, torch.Tensor)}
-        )
+        return self._each(lambda value: value.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **changed)
+
+
+def _cut(values: torch.Tensor, rows: slice, longest: int) -> torch.Tensor:
+    return values[rows, :longest] if values.dim() == 2 else values[rows]

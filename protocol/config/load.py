@@ -143,6 +143,9 @@ def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
             faults.append(
                 f"{setting} = {file}: there is no such file; give the path of one, from the run file's folder"
             )
+    script = config.learner.script
+    if "callbacks" in needs and script is not None and not Path(script).is_file():
+        faults.append(f"learner.script = {script}: there is no such file; give its path from the run file's folder")
     for callback in config.learner.callbacks if "callbacks" in needs else ():
         file = Path(callback.rpartition(":")[0])
         if not file.is_file():
@@ -220,6 +223,8 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
     learner = values.get("learner")
     if isinstance(learner, dict) and isinstance(named := learner.get("callbacks"), list):
         learner["callbacks"] = [str(_absolute(name, folder)) if file_of(name) else name for name in named]
+    if isinstance(learner, dict) and isinstance(script := learner.get("script"), str):
+        learner["script"] = str((folder / Path(script).expanduser()).absolute())
     for section, key in (("task", "path"), ("model", "path"), ("model", "tokenizer")):
         table = values.get(section)
         if not isinstance(table, dict) or not isinstance(table.get(key), str):

@@ -250,6 +250,12 @@ class LearnerSection(OptimiserSection):
         description="transformers' TrainerCallback objects or classes, or lists of them, each as path/to/file.py:name",
         why="metrics.jsonl and [tracking] report each step; a callback may also act on it",
     )
+    script: str | None = setting(
+        None,
+        description="Python file of a trainer of your own, which `slipstream.join` gives the run to; it is started as "
+        "`script.py run.toml`, and reads of [learner] what says how batches are made",
+        why="Slipstream's own learner trains",
+    )
     stall_timeout_s: Seconds = setting(
         3600.0,
         description="time without a group or a step after which the learner gives up",

@@ -119,8 +119,16 @@ class Run:
         run_dir: Folder of the run, for checkpoints and logs. `metrics.jsonl` in it gets a line for each step.
     """
 
-    def __init__(self, config: RunConfig, queue_url: str, step: int, resume: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        queue_url: str,
+        step: int = 0,
+        resume: bool = False,
+        make_publisher: Callable[[RunConfig, str], Publisher] = Publisher,
+    ) -> None:
         self.config = config
+        self._make_publisher = make_publisher
         self.run_dir = config.run_dir
         self._url, self._from_step, self._resume = queue_url, step, resume
         self._open = ExitStack()
@@ -138,7 +146,7 @@ class Run:
                 BlockingQueueClient(QueueClient(self._url, config.token_for("learner")))
             )
             opened.enter_context(Watch(self._client, self._progress))
-            self._publisher = opened.enter_context(Publisher(config, self._url))
+            self._publisher = opened.enter_context(self._make_publisher(config, self._url))
             vocabulary = start.vocabulary_size(config.model)
             begin = start.session(config, CheckpointInfo(self._from_step, 0), self._resume, vocabulary)
             with self._progress.phase("waiting for the queue"):

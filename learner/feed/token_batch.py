@@ -73,9 +73,7 @@ class TokenBatch:
         """
 
         def padded(values: Sequence[npt.NDArray[Any]], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
-            return torch.nn.utils.rnn.pad_sequence(
-                [torch.from_numpy(np.ascontiguousarray(value)).to(dtype) for value in values], True, fill
-            )
+            return torch.nn.utils.rnn.pad_sequence([torch.tensor(value, dtype=dtype) for value in values], True, fill)
 
         rollouts = np.array([sample.rollout for sample in samples], dtype=np.int64)
         trains = padded([sample.weights > 0 for sample in samples], torch.bool)

@@ -1,0 +1,217 @@
+"""`slipstream.join`: a trainer of one's own leases, commits and publishes on a real queue."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import slipstream
+from slipstream.learner.joined_run import Run
+from slipstream.learner.report.journal import Journal
+from slipstream.learner.report.records import StepRecord
+from slipstream.protocol.client import QueueError
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.messages import Group, Ticket
+from slipstream.weight_sync.publisher import Publisher
+from tests.kit.config import LEARNER, config
+from tests.kit.live_queue import LivePublisher, LiveQueue, live_queue, of_row
+
+WEIGHTS = {"w": torch.ones(2)}
+
+
+def score(token_ids: list[int]) -> list[float]:
+    return [-1.0] * (len(token_ids) - 1)
+
+
+def settings(model_path: Path, tmp_path: Path, **sections: Any) -> RunConfig:
+    learner = {"groups_per_step": 2, "steps": 4, "zero_variance": "keep", **sections.pop("learner", {})}
+    return config(
+        LEARNER, model={"path": str(model_path)}, run={"dir": str(tmp_path), "name": "own"}, learner=learner, **sections
+    )
+
+
+@contextlib.contextmanager
+def joined(of: RunConfig, queue: LiveQueue, **given: Any) -> Iterator[tuple[Run, LivePublisher]]:
+    publisher = LivePublisher(queue)
+    made = contextlib.nullcontext(cast(Publisher, publisher))
+    with Run(of, queue.url, make_publisher=lambda *_: cast(Publisher, made), **given) as run:
+        yield run, publisher
+
+
+def test_i1_each_batch_makes_one_version_and_no_group_is_trained_twice(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path)
+    with live_queue(here) as queue:
+        with joined(here, queue) as (run, publisher):
+            run.publish(WEIGHTS, score)
+            for number, batch in enumerate(run.batches(), start=1):
+                assert (batch.step, batch.version, run.version) == (number, number - 1, number - 1)
+                run.commit(batch, {"loss": 0.5, "mine": number})
+                run.publish(WEIGHTS, score)
+        status = queue.call(lambda client: client.status())
+        position = queue.call(lambda client: client.position())
+    assert (position.step, position.finished, status.ledger.trained) == (4, True, 8)
+    assert [record.version for record in publisher.records] == [0, 1, 2, 3, 4]
+    lines = Journal(here.run_dir / "metrics.jsonl", StepRecord, 4).records
+    assert [line.metrics.loss for line in lines] == [0.5] * 4
+    assert '"mine":4.0' in (here.run_dir / "metrics.jsonl").read_text().splitlines()[-1]
+
+
+def test_i2_a_batch_has_the_tokens_log_probs_and_versions_of_its_groups(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"normaliser": "tokens"})
+    groups: dict[int, Group] = {}
+
+    def make(ticket: Ticket) -> Group:
+        return groups.setdefault(ticket.index, of_row(ticket))
+
+    with live_queue(here, make) as queue, joined(here, queue) as (run, _):
+        run.publish(WEIGHTS, score)
+        batch = next(run.batches())
+        expected = [(group, number) for _, group in sorted(groups.items())[:2] for number in range(2)]
+        assert len(batch) == len(expected) == 4
+        for row, (group, number) in enumerate(expected):
+            (segment,) = group.rollouts[number].segments
+            length = len(segment.token_ids)
+            assert batch.attention_mask[row].sum() == length
+            assert batch.input_ids[row, :length].tolist() == segment.token_ids.tolist()
+            assert np.array_equal(batch.behaviour[row, :length].numpy(), segment.logprobs)
+            assert batch.trains[row, :length].tolist() == segment.loss_mask.tolist()
+            assert batch.versions[row][batch.trains[row]].unique().tolist() == [0]
+            assert batch.rewards[row] == group.rollouts[number].reward
+        assert (
+            batch.advantages[batch.trains].sign()
+            == (2 * batch.rewards - 1)[:, None].expand_as(batch.trains)[batch.trains]
+        ).all()
+        assert not batch.weights[~batch.trains].any()
+        assert batch.weights.sum() == pytest.approx(1.0)
+        run.commit(batch)
+
+
+def test_the_parts_of_a_batch_add_up_to_it(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path)
+    with live_queue(here) as queue, joined(here, queue) as (run, _):
+        run.publish(WEIGHTS, score)
+        batch = next(run.batches())
+        parts = list(batch.split(3))
+        assert [len(part) for part in parts] == [3, 1]
+        assert all(bool(part.attention_mask[:, -1].any()) for part in parts)
+        assert torch.isclose(sum(part.weights.sum() for part in parts), batch.weights.sum())
+        assert batch.to("meta").input_ids.device.type == "meta"
+        run.commit(batch)
+
+
+def test_a_batch_that_is_skipped_makes_no_version_and_its_groups_are_dropped(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"steps": 1})
+    with live_queue(here) as queue:
+        with joined(here, queue) as (run, _):
+            run.publish(WEIGHTS, score)
+            for number, batch in enumerate(run.batches()):
+                assert (batch.step, batch.version) == (1, 0)
+                run.commit(batch) if number else run.skip(batch)
+        status = queue.call(lambda client: client.status())
+    assert (status.ledger.trained, status.drops["step_not_finite"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("every", "published"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+def test_a_publication_is_made_when_it_is_due(
+    every: int, published: list[int], model_path: Path, tmp_path: Path
+) -> None:
+    here = settings(model_path, tmp_path, weight_sync={"every": every}, queue={"max_staleness": 4})
+    with live_queue(here) as queue, joined(here, queue) as (run, publisher):
+        run.publish(WEIGHTS, score)
+        for batch in run.batches():
+            run.commit(batch)
+            run.publish(WEIGHTS, score)
+            run.publish(WEIGHTS, score)
+    assert [record.version for record in publisher.records] == published
+
+
+def test_an_exception_leaves_the_run_to_be_resumed_from_the_caller_s_checkpoint(
+    model_path: Path, tmp_path: Path
+) -> None:
+    here = settings(model_path, tmp_path)
+    with live_queue(here) as queue:
+        with contextlib.suppress(KeyboardInterrupt), joined(here, queue) as (run, _):
+            run.publish(WEIGHTS, score)
+            for batch in run.batches():
+                if batch.step == 4:
+                    raise KeyboardInterrupt
+                run.commit(batch)
+                run.publish(WEIGHTS, score)
+                if batch.step == 2:
+                    run.saved()
+        assert not queue.call(lambda client: client.position()).finished
+        with pytest.raises(QueueError), joined(here, queue):
+            pytest.fail("a fresh start would give up the run's steps")
+        with joined(here, queue, step=2, resume=True) as (run, _):
+            assert (run.step, run.version) == (2, 4)
+            run.publish(WEIGHTS, score)
+            steps = []
+            for batch in run.batches():
+                steps.append((batch.step, batch.version))
+                run.commit(batch)
+                run.publish(WEIGHTS, score)
+        assert steps == [(3, 4), (4, 5)]
+        assert queue.call(lambda client: client.position()).finished
+    assert [record.step for record in Journal(here.run_dir / "metrics.jsonl", StepRecord, 4).records] == [1, 2, 3, 4]
+
+
+def test_mistakes_are_told_before_anything_is_lost(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"steps": 1})
+    with live_queue(here) as queue, joined(here, queue) as (run, publisher):
+        with pytest.raises(RuntimeError, match="publish"):
+            next(run.batches())
+        with pytest.raises(ValueError, match="score"):
+            run.publish(WEIGHTS, lambda ids: [0.0] * len(ids))
+        with pytest.raises(ValueError, match="score"):
+            run.publish(WEIGHTS, lambda ids: [float("nan")] * (len(ids) - 1))
+        assert not publisher.records
+        run.publish(WEIGHTS, score)
+        batches = run.batches()
+        batch = next(batches)
+        with pytest.raises(ValueError, match="loss"):
+            run.commit(batch, {"loss": float("inf")})
+        with pytest.raises(RuntimeError, match="neither committed nor skipped"):
+            next(batches)
+        run.commit(batch, {"loss": 0.0})
+        with pytest.raises(RuntimeError, match="step 1"):
+            run.commit(batch)
+        with pytest.raises(RuntimeError, match="step 1"):
+            run.skip(batch)
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"lora": {"r": 8}}, "lora.r"),
+        ({"rollout": {"top_k": 20}}, "rollout.top_k"),
+        ({"learner": {"router_replay": True}}, "learner.router_replay"),
+    ],
+)
+def test_settings_that_only_our_learner_follows_are_refused(
+    sections: dict[str, Any], named: str, model_path: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        slipstream.join(settings(model_path, tmp_path, **sections))
+
+
+def test_a_script_takes_run_file_and_settings_from_its_command_line(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        f'[model]\npath = "{model_path}"\n[task]\npath = "task.py:task"\n[learner]\nscript = "trainer.py"\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["trainer.py"])
+    with pytest.raises(SystemExit):
+        slipstream.join()
+    monkeypatch.setattr(sys, "argv", ["trainer.py", str(run_file), "--resume", "--learner.steps", "7"])
+    run = slipstream.join()
+    assert run.config.learner.steps == 7
+    assert run.config.learner.script == str(tmp_path / "trainer.py")

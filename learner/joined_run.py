@@ -10,14 +10,13 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
 import torch
 
 from slipstream.learner import start
@@ -38,12 +37,9 @@ from slipstream.learner.training.trainer import StepMetrics
 from slipstream.protocol import access, reasons
 from slipstream.protocol.client import QueueClient, RunFinished
 from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.weight_sync.own_servers import vocabulary_size
 from slipstream.weight_sync.publisher import Publisher
-
-# Takes the ids of one sequence of T tokens; returns the T - 1 log-probs, in nats at temperature 1, of its tokens after
-# the first: log p(token_ids[i + 1] | token_ids[: i + 1]).
-Score = Callable[[list[int]], "torch.Tensor | Sequence[float]"]
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+from slipstream.weight_sync.weights.snapshot import NamedWeights, Score, pairs
 
 # Metrics of a step with a place of their own in `metrics.jsonl`.
 _OWN_PLACE = ("loss", "grad_norm", "learning_rate", "entropy")
@@ -147,7 +143,7 @@ class Run:
             )
             opened.enter_context(Watch(self._client, self._progress))
             self._publisher = opened.enter_context(self._make_publisher(config, self._url))
-            vocabulary = start.vocabulary_size(config.model)
+            vocabulary = vocabulary_size(config.model)
             begin = start.session(config, CheckpointInfo(self._from_step, 0), self._resume, vocabulary)
             with self._progress.phase("waiting for the queue"):
                 self._queue = QueueSession(config, self._client, self._publisher, begin, vocabulary)
@@ -251,7 +247,7 @@ class Run:
         current.feeder.leave_out(current.batch, reasons.STEP_NOT_FINITE)
         current.ended = True
 
-    def publish(self, weights: Weights, score: Score) -> None:
+    def publish(self, weights: NamedWeights, score: Score) -> None:
         """Give the newest weights to the vLLM servers, in the background.
 
         The weights are copied before it returns, so training may go on. A server serves them when its log-probs of a
@@ -270,20 +266,8 @@ class Run:
         due = step % self.config.weight_sync.every == 0 or step == self.config.learner.steps
         if not first and (not due or self._queue.published == self.version):
             return
-
-        def checked(token_ids: list[int]) -> Any:
-            with torch.no_grad():
-                scores = torch.as_tensor(score(token_ids)).detach().float().cpu().numpy()
-            if scores.shape != (len(token_ids) - 1,) or not np.isfinite(scores).all():
-                raise ValueError(
-                    f"score() returned {scores.shape} for {len(token_ids)} token ids: return {len(token_ids) - 1} "
-                    f"finite log-probs, of each token after the first"
-                )
-            return scores
-
-        named = weights.items() if isinstance(weights, Mapping) else weights
         self._blocked_s = self._queue.publish(
-            checked, lambda version, probe: self._publisher.publish(version, named, probe)
+            score, lambda version, probe: self._publisher.publish(version, pairs(weights), probe)
         )
         self._record_publications()
         if first:

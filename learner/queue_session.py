@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import numpy as np
-import numpy.typing as npt
-
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
 from slipstream.learner.feed.feeder import Feeder
 from slipstream.learner.feed.recorded_experts import RoutedLayers
@@ -20,10 +17,7 @@ from slipstream.protocol.client import QueueRefused
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.messages import BeginSession, LearnerReport, RunPosition
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.weights.snapshot import Probe, probe_token_ids
-
-# Takes T token ids; returns log p(ids[i + 1] | ids[: i + 1]) at temperature 1, float32 [T - 1].
-Score = Callable[[list[int]], npt.NDArray[np.float32]]
+from slipstream.weight_sync.weights.snapshot import Probe, Score, probe_token_ids
 
 
 class QueueSession:
@@ -83,7 +77,7 @@ class QueueSession:
         version = self.position.version
         number = version // self._config.weight_sync.every
         ids = probe_token_ids(self._vocabulary, number, self._config.run.seed)
-        probe = Probe(ids, score(ids))
+        probe = Probe.taken(ids, score)
         with self.waiting("publication"):
             blocked_s = hand_over(version, probe)
         self.published = version

@@ -156,17 +156,6 @@ def session(
     return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others, process, after)
 
 
-def vocabulary_size(model: ModelSection) -> int:
-    """Return how many token ids the model knows, by its configuration alone. Raises `ConfigError`."""
-    try:
-        found = AutoConfig.from_pretrained(
-            model.path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model.path = {model.path}: its configuration cannot be read: {error}") from error
-    return int(found.get_text_config().vocab_size)
-
-
 def this_process() -> LearnerProcess:
     """Describe this process to the queue."""
     return LearnerProcess(socket.gethostname(), os.getpid(), psutil.Process().create_time())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.rollout_worker.task.task import Task
     from slipstream.rollout_worker.tools.base import Tool
     from slipstream.script import train
+    from slipstream.weight_sync.own_servers import Servers, servers
 
     __version__: str
 
@@ -29,6 +30,7 @@ __all__ = [
     "QueueClient",
     "Run",
     "RunFailed",
+    "Servers",
     "Task",
     "TokenBatch",
     "Tool",
@@ -36,6 +38,7 @@ __all__ = [
     "UntrainedModel",
     "__version__",
     "join",
+    "servers",
     "train",
 ]
 
@@ -46,6 +49,7 @@ _MODULES = {
     "ParsedTurn": "slipstream.rollout_worker.chat.parsers.base",
     "QueueClient": "slipstream.protocol.client",
     "Run": "slipstream.learner.joined_run",
+    "Servers": "slipstream.weight_sync.own_servers",
     "RunFailed": "slipstream.deploy.run.process_keeper",
     "Task": "slipstream.rollout_worker.task.task",
     "TokenBatch": "slipstream.learner.feed.token_batch",
@@ -53,6 +57,7 @@ _MODULES = {
     "ToolCall": "slipstream.rollout_worker.chat.parsers.base",
     "UntrainedModel": "slipstream.rollout_worker.task.roles",
     "join": "slipstream.learner.joined_run",
+    "servers": "slipstream.weight_sync.own_servers",
     "train": "slipstream.script",
 }
 

@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "weight_sync": {"protocol"},
     "learner": {"protocol", "weight_sync"},
     "deploy": {"protocol", "rollout_queue", "rollout_worker", "weight_sync", "learner"},
-    # `__init__` alone names the learner, and imports it at first use.
-    "slipstream": {"protocol", "rollout_worker", "learner", "deploy"},
+    # `__init__` alone names learner and weight_sync, and imports them at first use.
+    "slipstream": {"protocol", "rollout_worker", "weight_sync", "learner", "deploy"},
 }
 # Packages of the root that are imported as `slipstream.NAME`, by a link in slipstream/.
 LINKED = MAY_IMPORT.keys() - {"slipstream"}

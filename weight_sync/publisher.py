@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,7 +23,8 @@ import torch
 
 from slipstream.protocol.client import QueueClient, QueueError
 from slipstream.protocol.config import RunConfig
-from slipstream.weight_sync.fleet.fleet import Fleet, FleetBroken
+from slipstream.weight_sync.fleet.eligibility import Wanted
+from slipstream.weight_sync.fleet.fleet import Fleet, FleetBroken, Registry
 from slipstream.weight_sync.fleet.publications import PublishRecord, ServerMetrics
 from slipstream.weight_sync.fleet.snapshots import Snapshots
 from slipstream.weight_sync.ranks.leader import FollowingRanks
@@ -67,9 +68,11 @@ class Publisher:
     def __init__(
         self,
         config: RunConfig,
-        queue_url: str,
+        queue_url: str = "",
         make_transport: Callable[[], Transport] | None = None,
         ranks: FollowingRanks | None = None,
+        registry: Callable[[], AbstractAsyncContextManager[Registry]] | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
         """Prepare to publish.
 
@@ -77,6 +80,8 @@ class Publisher:
             make_transport: Makes a transport for each connection to a server; by default the one that
                 `weight_sync.transport` names.
             ranks: The other ranks, if each sends its share of the weights.
+            registry: Makes the registry of servers; by default that of the queue at `queue_url`.
+            wanted: What servers must have; by default what the run needs to sample from them.
         """
         self.by_shares = ranks is not None
         self._ranks = ranks
@@ -87,7 +92,10 @@ class Publisher:
         self._config = config
         others = no_others if ranks is None else ranks.senders
         self._make_transport = make_transport or (lambda: build_transport(config.weight_sync, others))
-        self._queue_url = queue_url
+        self._make_registry: Callable[[], AbstractAsyncContextManager[Registry]] = registry or (
+            lambda: QueueClient(queue_url, config.token_for("learner"))
+        )
+        self._wanted = wanted
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
         self.snapshots = Snapshots()
@@ -188,18 +196,16 @@ class Publisher:
             raise self._failure
 
     async def _connect(self) -> Fleet:
-        client = await self._resources.enter_async_context(
-            QueueClient(self._queue_url, self._config.token_for("learner"))
-        )
-        self._client = client
+        self._registry = registry = await self._resources.enter_async_context(self._make_registry())
         fleet = Fleet(
             self._config,
-            client,
+            registry,
             self._make_transport,
             lambda: self.session,
             self.snapshots,
             self._ended_by,
             lambda: self.run_id,
+            self._wanted,
         )
         return await self._resources.enter_async_context(fleet)
 
@@ -262,7 +268,7 @@ class Publisher:
         text = what and f"{'loading: ' if loading else ''}{what}"
         with suppress(QueueError, TimeoutError):
             async with asyncio.timeout(2.0):
-                await self._client.waiting(self.session, text)
+                await self._registry.waiting(self.session, text)
 
     def _ended_by(self, error: BaseException) -> None:
         if isinstance(error, FleetBroken):

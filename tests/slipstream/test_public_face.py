@@ -46,7 +46,11 @@ def test_a_name_that_is_not_there() -> None:
         _ = slipstream.Trainer
 
 
-@pytest.mark.parametrize("name", slipstream.__all__)
+# A trainer has torch.
+OF_TRAINERS = {"Run", "Servers", "TokenBatch", "join", "servers"}
+
+
+@pytest.mark.parametrize("name", sorted({*slipstream.__all__} - OF_TRAINERS))
 def test_no_name_loads_torch(name: str) -> None:
     in_a_fresh_interpreter(f"import sys\nfrom slipstream import {name}\nassert 'torch' not in sys.modules")
 

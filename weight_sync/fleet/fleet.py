@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from slipstream.protocol import reasons
-from slipstream.protocol.client import QueueClient, QueueError, QueueRefused
+from slipstream.protocol.client import QueueError, QueueRefused
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.weight_sync.fleet.decisions import Lag, Standing, find_lag
@@ -48,6 +48,20 @@ class FleetBroken(RuntimeError):
     """The task of one server failed unexpectedly `MAX_UNEXPECTED_FAILURES` times in a row."""
 
 
+class Registry(Protocol):
+    """Knows the servers of a run. The queue's client is one. Each method may raise `QueueError`."""
+
+    async def servers(self) -> list[Server]: ...
+
+    async def put_server(self, server: Server, session: int | None = None) -> Server:
+        """Note a server's state and version. Returns what is known of it then."""
+        ...
+
+    async def waiting(self, session: int, what: str | None) -> Any:
+        """Note what the publisher waits for; None ends the wait."""
+        ...
+
+
 class Fleet:
     """All servers that the queue knows. Use it as an async context manager around `run`.
 
@@ -61,12 +75,13 @@ class Fleet:
     def __init__(
         self,
         config: RunConfig,
-        client: QueueClient,
+        registry: Registry,
         make_transport: Callable[[], Transport],
         session: Callable[[], int | None],
         snapshots: Snapshots,
         on_failure: Callable[[BaseException], None],
         run_id: Callable[[], str] = lambda: "",
+        wanted: Wanted | None = None,
     ) -> None:
         """Make a fleet without members.
 
@@ -76,14 +91,15 @@ class Fleet:
             snapshots: Source of the newest weights; its `freed` is set here.
             on_failure: Called with the error that ends the fleet's work.
             run_id: Returns the run's id, "" before it is known.
+            wanted: What servers must have; by default what the run needs to sample from them.
         """
         self.members: dict[str, Member] = {}
         self.publications = Publications(config.weight_sync.quorum)
         self.queue_error: QueueError | None = None
         self.changed = asyncio.Event()
         self._config = config
-        self._wanted = Wanted.of(config)
-        self._client = client
+        self._wanted = wanted or Wanted.of(config)
+        self._registry = registry
         self._make_transport = make_transport
         self._session = session
         self._run_id = run_id
@@ -207,7 +223,7 @@ class Fleet:
     async def _read_registry(self) -> None:
         """Add and remove members to follow the registry, and hand them the changes that others made there."""
         updates = {name: member.reporter.updates for name, member in self.members.items()}
-        known = {server.name: server for server in await self._client.servers()}
+        known = {server.name: server for server in await self._registry.servers()}
         for name, server in known.items():
             member = self.members.get(name)
             if name in self._leaving:
@@ -264,7 +280,7 @@ class Fleet:
             self._read.set()
 
     async def _put(self, server: Server) -> Server:
-        return await self._client.put_server(server, self._session())
+        return await self._registry.put_server(server, self._session())
 
     async def _mark_stale(self) -> None:
         """Take servers out of service whose lag would hold up the admission of tickets (stale)."""

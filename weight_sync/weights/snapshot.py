@@ -9,10 +9,10 @@ and its configuration, under a name that includes their digest.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,17 @@ def adapter_digest(file: bytes, config: str) -> str:
     return blake3(file).update(config.encode()).hexdigest()
 
 
+# Takes the ids of one sequence of T tokens; returns the T - 1 log-probs, in nats at temperature 1, of its tokens after
+# the first: log p(token_ids[i + 1] | token_ids[: i + 1]).
+Score = Callable[[list[int]], "torch.Tensor | npt.NDArray[np.float32] | Sequence[float]"]
+NamedWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def pairs(weights: NamedWeights) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return names and tensors of a mapping too."""
+    return weights.items() if isinstance(weights, Mapping) else weights
+
+
 @dataclass(frozen=True)
 class Probe:
     """A token sequence, and the learner's log-probs of it under the weights that are published.
@@ -81,6 +92,20 @@ class Probe:
 
     token_ids: list[int]
     logprobs: npt.NDArray[np.float32]
+
+    @classmethod
+    def taken(cls, token_ids: list[int], score: Score) -> Self:
+        """Ask for the log-probs. Raises `ValueError` where `score` does not return T - 1 finite numbers."""
+        with torch.no_grad():
+            logprobs = torch.as_tensor(score(token_ids)).detach().float().cpu().numpy()
+        wanted = len(token_ids) - 1
+        if logprobs.shape != (wanted,) or not np.isfinite(logprobs).all():
+            found = "numbers that are not finite" if logprobs.shape == (wanted,) else f"shape {logprobs.shape}"
+            raise ValueError(
+                f"score() returned {found} for {len(token_ids)} token ids: return the {wanted} log-probs of the tokens "
+                f"after the first"
+            )
+        return cls(token_ids, logprobs)
 
 
 def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0) -> list[int]:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -106,6 +107,8 @@ def config(
     as_json: AsJson = False,
 ) -> None:
     """Check a run file and print it with all settings; without one, print the defaults."""
+    from slipstream.deploy.servers.vllm_server import on_cpu
+
     given = parse_overrides(context.args)
     unset = {} if run_file else {name: value for name, value in TO_BE_SET.items() if name not in given}
     found = resolve(run_file, {**unset, **given}, "command line")
@@ -113,6 +116,8 @@ def config(
         meant = nearest(section, RunConfig.model_fields)
         hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
         raise ConfigError(f"--section {section}: there is no such section; {hint}")
+    if run_file:
+        found = devices.with_checkpoint_type(found, on_cpu(), partial(typer.echo, err=True))
     text = to_toml(found, section and [section], unset.keys())
     if as_json:
         print_json(tomllib.loads(text))

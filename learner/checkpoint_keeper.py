@@ -27,6 +27,7 @@ from slipstream.learner.training.trainer import Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.checkpoints import Best
 from slipstream.protocol.client import QueueError
+from slipstream.protocol.collapse import CAUSE, LOWER
 from slipstream.protocol.config import LearnerSection, RunConfig
 from slipstream.protocol.messages import RunPosition
 
@@ -166,13 +167,17 @@ class CheckpointKeeper:
         say(self._how_to_resume(step), whole=True)
 
     def _how_to_resume(self, step: int) -> str:
+        status, rate = self._progress.status, None
+        if status is not None and any(cause.about == CAUSE for cause in status.diagnosis):
+            rate = self._config.learner.learning_rate / LOWER
+        resume = start.resume_command(rate)
         if step == 0:
             return f"start it again with: {start.command()}"
         if self._checkpointed is None:
-            return f"there is no checkpoint: begin again at the first step with: {start.resume_command()}"
+            return f"there is no checkpoint: begin again at the first step with: {resume}"
         if self._checkpointed < self._config.learner.steps:
-            return f"go on from step {self._checkpointed} with: {start.resume_command()}"
-        return f"all steps are done; end the run with: {start.resume_command()}"
+            return f"go on from step {self._checkpointed} with: {resume}"
+        return f"all steps are done; end the run with: {resume}"
 
     def _last(self, position: RunPosition) -> None:
         try:

@@ -10,12 +10,22 @@ from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.report.records import StepRecord
 from slipstream.protocol import checkpoints as places
-from slipstream.protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
+from slipstream.protocol.collapse import CAUSE, LOWER, WINDOW_STEPS, Row, find_collapse
 from slipstream.protocol.config import RunConfig
+from slipstream.protocol.status import Status
 
 
 class PolicyDestroyed(LearnerFailed):
-    """An update destroyed the policy, and more steps would only train what is left of it."""
+    """An update destroyed the policy, and more steps would only train what is left of it.
+
+    Args:
+        step: The step whose update did it.
+        found: How that is seen, with the remedy.
+    """
+
+    def __init__(self, step: int, found: str) -> None:
+        super().__init__(found)
+        self.step = step
 
 
 class CollapseWatch:
@@ -29,22 +39,33 @@ class CollapseWatch:
         """Judge a step that the queue has acknowledged, before its version is published or kept.
 
         Raises:
-            PolicyDestroyed: With `learner.on_collapse = "stop"`. Checkpoints from after the update are moved aside, so
-                that a resume takes the last good one.
+            PolicyDestroyed: With `learner.on_collapse = "stop"`.
         """
         if self._config.learner.on_collapse == "warn":
             return
         self._rows.append(record.flat())
         if (found := find_collapse([*self._rows])) is not None:
-            raise PolicyDestroyed(
-                f"step {record.step}: {found.describe(self._config.learner.learning_rate)}. {self._way_back(found)} "
-                f'(learner.on_collapse = "warn" goes on instead)'
-            )
+            text = found.describe(self._config.learner.learning_rate)
+            raise PolicyDestroyed(found.step, f"step {record.step}: {text}")
 
-    def _way_back(self, found: Collapse) -> str:
+    def waiting(self, status: Status) -> PolicyDestroyed | None:
+        """Judge the wait for the next step by the queue's status: a destroyed policy that samples for itself, at a
+        staleness of 0, may never yield a group that is worth a step. Returns the error that ends the wait, if one
+        should."""
+        if not self._rows or self._rows[-1]["step"] != status.step:
+            return None
+        named = (cause.text for cause in status.diagnosis if cause.about == CAUSE)
+        return next((PolicyDestroyed(status.step, text) for text in named), None)
+
+    def set_aside(self, error: PolicyDestroyed) -> PolicyDestroyed:
+        """Move checkpoints from after the update aside, so that a resume takes the last good one. Returns the error
+        with the way back."""
         run_dir = self._config.run_dir
-        checkpoints.set_aside(run_dir, found.good_step)
+        checkpoints.set_aside(run_dir, max(0, error.step - 1))
         kept = places.complete(run_dir)
         begin = f"Go on from step {max(kept)}" if kept else "There is no checkpoint from before it: begin again"
         rate = self._config.learner.learning_rate / LOWER
-        return f"{begin} with: {start.resume_command()} --learner.learning_rate {rate:g}"
+        return PolicyDestroyed(
+            error.step,
+            f'{error}. {begin} with: {start.resume_command(rate)} (learner.on_collapse = "warn" goes on instead)',
+        )

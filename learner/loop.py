@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.learner.checkpoints.checkpoint import Checkpoint
+from slipstream.learner.collapse import PolicyDestroyed
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
 from slipstream.learner.feed.feeder import Feeder
 from slipstream.learner.feed.step_draft import Batch
@@ -21,6 +22,7 @@ from slipstream.learner.model.adapter import Adapter
 from slipstream.learner.ranks.liveness import RankLost
 from slipstream.learner.ranks.stopping import Stop, Stopped
 from slipstream.learner.report.progress import TerminalProgress
+from slipstream.learner.report.queue_status import Watch
 from slipstream.learner.report.records import StepRecord, StepTimes
 from slipstream.learner.report.token_views import with_tokens
 from slipstream.learner.session import Session, begin_session
@@ -28,6 +30,7 @@ from slipstream.learner.training.trainer import StepMetrics, Trainer
 from slipstream.protocol import tracing
 from slipstream.protocol.client import RunFinished
 from slipstream.protocol.config import RunConfig, adapter_checks
+from slipstream.protocol.status import Status
 from slipstream.weight_sync.fleet import adapter_publication
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
@@ -50,6 +53,7 @@ def train(
     resume: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     after: int | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Begin a session at the queue and train to the last step.
 
@@ -59,6 +63,7 @@ def train(
         resume: Whether the run continues; otherwise it begins at step 0.
         callbacks: The user's, see `learner.callbacks`.
         after: See `start.session`.
+        watch: Brings the queue's status, by which a wait for a destroyed policy ends.
 
     Raises:
         ConfigError: Another learner has begun a session meanwhile.
@@ -68,7 +73,7 @@ def train(
         Stopped: A signal ended the run.
     """
     session = begin_session(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks, after)
-    Loop(config, trainer, client, publisher, progress, stop, session).run()
+    Loop(config, trainer, client, publisher, progress, stop, session, watch).run()
 
 
 class Loop:
@@ -83,6 +88,7 @@ class Loop:
         progress: TerminalProgress,
         stop: Stop,
         session: Session,
+        watch: Watch | None = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -91,6 +97,7 @@ class Loop:
         self._progress = progress
         self._stop = stop
         self._session = session
+        self._watch = watch
         self._reports = session.reports
         self._evaluator = session.evaluator
         self._callbacks = session.callbacks
@@ -110,6 +117,8 @@ class Loop:
             if isinstance(error, Stopped):
                 self._keeper.leave(self._queue.position, error.halfway)
             self._reports.close(min(ENDED_CLOSE_S, max(0.5, self._stop.left_s / 2)))
+            if isinstance(error, PolicyDestroyed):
+                raise self._session.collapse.set_aside(error) from None
             raise
         self._reports.close()
         self._session.models.close()
@@ -133,7 +142,13 @@ class Loop:
                 self._publisher.rank_lost(error)
                 feeder.fail(error)
 
+            def heard(status: Status) -> None:
+                if (destroyed := self._session.collapse.waiting(status)) is not None:
+                    feeder.fail(destroyed)
+
             self._trainer.team.on_lost(lost)
+            if self._watch is not None:
+                self._watch.on_status = heard
             self._train(feeder)
         with self._progress.phase(f"publishing version {queue.position.version}"):
             if queue.published != queue.position.version:

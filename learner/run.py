@@ -77,7 +77,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, t
         Stop(config.deploy.grace_s) as stop,
         BlockingQueueClient(QueueClient(url, config.token_for("learner"))) as client,
         progress,
-        Watch(client, progress),
+        Watch(client, progress) as watch,
         ExitStack() as ranks,
     ):
         checkpoint, after = None if resume else start.starting_point(config, resume), None
@@ -128,7 +128,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, t
             raise
         followers = following_ranks(config, team)
         with Publisher(config, url, ranks=followers) as publisher:
-            loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks, after)
+            loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks, after, watch)
 
 
 def follow(place: RankInfo) -> None:

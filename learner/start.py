@@ -227,8 +227,18 @@ def command() -> str:
     return f"{name} {shlex.join(arguments)}"
 
 
-def resume_command() -> str:
-    """Return the command that resumes this run, as it was started."""
+def resume_command(learning_rate: float | None = None) -> str:
+    """Return the command that resumes this run, as it was started; with another `learning_rate` if that is given."""
     if command().startswith("python ") and not command().startswith("python -m"):
-        return f"{command()}, with {os.environ.get(RESUME_VARIABLE, 'resume=True')} given to train()"
-    return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"
+        rate = "" if learning_rate is None else f" and a learning rate of {learning_rate:g}"
+        return f"{command()}, with {os.environ.get(RESUME_VARIABLE, 'resume=True')}{rate} given to train()"
+    words = shlex.split(command())
+    if learning_rate is not None:
+        setting = "--learner.learning_rate"
+        words = [
+            word
+            for before, word in zip(["", *words], words, strict=False)
+            if before != setting and word != setting and not word.startswith(f"{setting}=")
+        ]
+    resume = [] if "--resume" in words else ["--resume"]
+    return shlex.join([*words, *resume, *([] if learning_rate is None else [setting, f"{learning_rate:g}"])])

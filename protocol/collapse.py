@@ -39,7 +39,13 @@ MOVED_TIMES = 1.5
 # By what a rate that destroyed the policy is divided in the remedy.
 LOWER = 10.0
 
+# What the queue's diagnosis calls a cause that is an update which destroyed the policy.
+CAUSE = "learning rate"
+
 _STALE_KL = "sampler/kl_staleness_"
+
+# What a run that such an update ended, or would, must not be resumed without.
+REMEDY = "and a lower learner.learning_rate"
 
 Row = Mapping[str, float | None]
 

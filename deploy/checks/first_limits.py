@@ -31,12 +31,16 @@ class FirstLimits:
     Attributes:
         tools: `chat.tools`.
         max_turn_tokens: `rollout.max_turn_tokens`.
-        max_model_len: `vllm.max_model_len`, for the longest prompt and all turns.
+        max_model_len: `vllm.max_model_len`, for the longest prompt and all turns, or the model's if that is less.
+        longest_prompt: Tokens of the longest prompt, tools included.
+        needed: Tokens of the longest prompt and all turns.
     """
 
     tools: str
     max_turn_tokens: int
     max_model_len: int
+    longest_prompt: int
+    needed: int
 
 
 def choose(config: RunConfig, task: Task) -> FirstLimits | None:
@@ -68,4 +72,4 @@ async def _limits(config: RunConfig, task: Task, chat: ChatFormat, tools: str) -
     longest = max([len(await chat.prompt_ids(prompt)) for prompt in prompts])
     needed = longest + config.rollout.max_turns * (turn + _RESULT_TOKENS)
     context = -(-needed // _STEP_TOKENS) * _STEP_TOKENS
-    return FirstLimits(tools, turn, min(context, config.vllm.max_model_len))
+    return FirstLimits(tools, turn, min(context, config.vllm.max_model_len), longest, needed)

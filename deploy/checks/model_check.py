@@ -1,6 +1,6 @@
 """Checks the model before a run starts: that it loads, and that vLLM and the learner can use it.
 
-Only its config is read, and of its weights which of their bytes are there.
+Only its config is read, and the headers of its weights, which say how long the files are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from slipstream.protocol import checkpoints
 from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
@@ -35,9 +37,6 @@ _SHAPES = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-
-# The entry of a safetensors header that is no tensor.
-_METADATA = "__metadata__"
 
 # Kinds of rotary scaling whose factor the length already includes (vllm 0.32, `_get_and_verify_max_len`).
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
@@ -70,28 +69,15 @@ def find_cut_off_weights(folder: Path) -> str | None:
     for file in sorted(files):
         if not file.is_file():
             return f"model.path = {folder}: its weights {file.name} are missing; copy the folder again"
-        size, wanted = file.stat().st_size, _safetensors_bytes(file)
-        if wanted is None or size < wanted:
-            of = "" if wanted is None else f" of {wanted:,}"
+        try:
+            with safe_open(file, "np"):
+                pass
+        except SafetensorError as error:
             return (
-                f"model.path = {folder}: {file.name} has {size:,}{of} bytes, so it is cut off or no safetensors file; "
-                f"copy it again"
+                f"model.path = {folder}: {file.name} has {file.stat().st_size:,} bytes, so it is cut off or no "
+                f"safetensors file ({error}); copy it again"
             )
     return None
-
-
-def _safetensors_bytes(file: Path) -> int | None:
-    """Return the bytes that a safetensors file has by its own header: a length in 8 bytes, and JSON. None if it has no
-    header."""
-    try:
-        with file.open("rb") as weights:
-            length = int.from_bytes(weights.read(8), "little")
-            if length > file.stat().st_size:
-                return None
-            header = json.loads(weights.read(length))
-        return 8 + length + max((of["data_offsets"][1] for name, of in header.items() if name != _METADATA), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def check_resumed(config: RunConfig, resume: bool) -> None:

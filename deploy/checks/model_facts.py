@@ -115,7 +115,7 @@ def _serving(config: RunConfig, architecture: Any) -> str:
     if not _known_to_vllm().isdisjoint(names):
         if not on_cpu():
             return f"knows {', '.join(names)}"
-        tried = "its CPU build served tiny models of it" if cpu_build.is_served(facts) else "not tried on a CPU"
+        tried = "its CPU build served models of it" if cpu_build.is_served(facts) else "not tried on a CPU"
         return f"knows {', '.join(names)}; {tried}"
     return f"has no code of its own for {', '.join(names)}: it tries transformers' (vllm.args), which may fail"
 

@@ -16,6 +16,7 @@ from slipstream.deploy.commands.status import ago, render, render_causes
 from slipstream.deploy.run.run_directory import LAUNCHER_LOCK, QUEUE_LOCK
 from slipstream.learner.report.rollouts import printable
 from slipstream.protocol import checkpoints, history
+from slipstream.protocol.collapse import CAUSE, REMEDY
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.status import Cause, Status
 from slipstream.rollout_queue.ledger.records import RunState
@@ -77,8 +78,10 @@ class EndedRun(msgspec.Struct):
                     ends = f", reward {history.Ends(of.reward_first10, of.reward_last10, of.reward_over)}"
             return f"ended {when}: {self.step} of {self.total_steps} steps made{ends}"
         kept = "no checkpoint" if self.checkpoint_step is None else f"a checkpoint of step {self.checkpoint_step}"
+        destroyed = any(cause.about == CAUSE for cause in self.diagnosis)
+        resume = f"go on with --resume {REMEDY}" if destroyed else "go on with --resume"
         after = f"after step {self.step} of {self.total_steps}, with {kept}" if self.step else "before its first step"
-        return f"stopped {when} {after}; " + ("go on with --resume" if self.step else "start it again")
+        return f"stopped {when} {after}; " + (resume if self.step else "start it again")
 
 
 def find(config: RunConfig, now: float) -> EndedRun | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -16,6 +18,7 @@ from slipstream.protocol import access
 from slipstream.protocol.addresses import split_urls
 from slipstream.protocol.client import QueueClient, QueueError, Unreachable
 from slipstream.protocol.config import ConfigError, RunConfig, load
+from slipstream.protocol.config.sections import LOOPBACK
 from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
 from slipstream.protocol.status import ServerStatus, Status
 from slipstream.rollout_queue import store
@@ -58,23 +61,23 @@ def status(
     from slipstream.deploy.commands.ended import EndedRun, launcher_runs
     from slipstream.deploy.commands.ended import find as find_ended
     from slipstream.deploy.commands.ended import show as show_ended
-    from slipstream.deploy.commands.status import of_run, show
+    from slipstream.deploy.commands.status import show
     from slipstream.deploy.commands.status import watch as watch_status
 
     config = _running(load(run_file, context.args), context.args)
     client = _client(config, queue, patience_s=0.0)
-    meant = config.run.name if queue is None else None
+    checked = _checked_by(config, queue)
 
     def ended() -> EndedRun | None:
         return find_ended(config, time.time()) if queue is None else None
 
     try:
         if as_json:
-            print_json(of_run(asyncio.run(_status(client)), meant, client.url))
+            print_json(checked(asyncio.run(_status(client))))
         elif watch:
-            asyncio.run(watch_status(client, meant, lambda: ended() is not None))
+            asyncio.run(watch_status(client, checked, lambda: ended() is not None))
         else:
-            asyncio.run(show(client, meant))
+            asyncio.run(show(client, checked))
     except QueueError as error:
         if isinstance(error, Unreachable) and (found := ended()) is not None:
             show_ended(found, as_json)
@@ -168,7 +171,9 @@ def show(
     from slipstream.deploy.commands.status import print_servers
 
     try:
-        found = asyncio.run(servers.listed(_registry(run_file, queue).client(patience_s=0.0)))
+        client = _registry(run_file, queue).client(patience_s=0.0)
+        checked = _checked_by(_running(load(run_file, [])), queue) if run_file else _any_run
+        found = asyncio.run(servers.listed(client, checked))
     except Unreachable:
         if run_file is None or queue is not None:
             raise
@@ -269,6 +274,21 @@ def _running(config: RunConfig, given: Sequence[str] = ()) -> RunConfig:
         return config
     address = {"host": queue.host, "port": queue.port, "url": queue.url}
     return config.model_copy(update={"queue": config.queue.model_copy(update=address)})
+
+
+def _any_run(status: Status) -> Status:
+    return status
+
+
+def _checked_by(config: RunConfig, queue: str | None) -> Callable[[Status], Status]:
+    """Return what raises `ConfigError` for a status of another run, unless `queue` names the queue that is meant."""
+    from slipstream.deploy.commands.status import of_run
+
+    if queue is not None:
+        return _any_run
+    here = urlsplit(config.queue.address).hostname in LOOPBACK
+    missing = config.run_dir if here and not config.run_dir.is_dir() else None
+    return partial(of_run, run=config.run.name, url=config.queue.address, missing=missing)
 
 
 def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:

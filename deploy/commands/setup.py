@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.deploy.checks import learning_rates, model_facts
-from slipstream.deploy.commands.arguments import print_json
+from slipstream.deploy.commands.arguments import print_findings, print_json
 from slipstream.deploy.servers import devices
 from slipstream.deploy.servers.vllm_server import on_cpu
 from slipstream.protocol import checkpoints, import_path
@@ -281,6 +281,18 @@ def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
     if (found := first_limits.choose(config, load_task(config.task))) is not None:
         template = (TEMPLATES / FILES["run.toml"]).read_text(encoding="utf-8")
         run_file.write_text(_filled(template, {**settings, **asdict(found)}), encoding="utf-8")
+        if found.needed > found.max_model_len:
+            fits = "no episode fits" if found.longest_prompt >= found.max_model_len else "long episodes are cut off"
+            print_findings(
+                [
+                    Finding(
+                        "warning",
+                        f"the longest prompt has {found.longest_prompt:,} tokens and all turns need up to "
+                        f"{found.needed:,}, more than the model's context of {found.max_model_len:,}: {fits}; shorten "
+                        f"the prompts, lower rollout.max_turns, or take another model",
+                    )
+                ]
+            )
 
 
 def _run_name(folder: Path) -> str:

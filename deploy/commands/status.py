@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -38,25 +39,25 @@ _MAX_AWAY_S = 60.0
 _MIN_SHOWN_SHARE = 0.05
 
 
-async def show(client: QueueClient, run: str | None = None) -> None:
+async def show(client: QueueClient, checked: Callable[[Status], Status]) -> None:
     """Print the status once.
 
     Args:
-        run: Name of the run that is meant; None for whatever the queue serves.
+        checked: Returns a status of the run that is meant, as `of_run`.
 
     Raises:
         ConfigError: The queue serves another run.
     """
     async with client:
-        Console().print(render(of_run(await client.status(), run, client.url)))
+        Console().print(render(checked(await client.status())))
 
 
-async def watch(client: QueueClient, run: str | None, is_over: Callable[[], bool]) -> None:
+async def watch(client: QueueClient, checked: Callable[[Status], Status], is_over: Callable[[], bool]) -> None:
     """Redraw the status every second; into a file or pipe, print one after the other.
 
     Args:
         client: Asks once; a queue that is away may be starting again.
-        run: As of `show`.
+        checked: As of `show`.
         is_over: Tells, of a queue that is away, whether its run is.
 
     Raises:
@@ -70,7 +71,7 @@ async def watch(client: QueueClient, run: str | None, is_over: Callable[[], bool
         with live as screen:
             while True:
                 try:
-                    shown = render(of_run(await client.status(), run, client.url))
+                    shown = render(checked(await client.status()))
                 except Unreachable:
                     if is_over() or time.monotonic() - heard_at > _MAX_AWAY_S:
                         raise
@@ -83,9 +84,18 @@ async def watch(client: QueueClient, run: str | None, is_over: Callable[[], bool
                 await asyncio.sleep(1.0)
 
 
-def of_run(status: Status, run: str | None, url: str) -> Status:
-    """Return the status. Raises `ConfigError` if it is not of the run that is meant: another has its port now."""
-    if run is not None and status.run != run:
+def of_run(status: Status, run: str, url: str, missing: Path | None = None) -> Status:
+    """Return the status. Raises `ConfigError` if it is not of the run that is meant: another has its port now.
+
+    Args:
+        missing: The run directory, where it would be on this machine and is not.
+    """
+    if status.run == run and missing is not None:
+        raise ConfigError(
+            f"run {run} has not been started: there is no folder {missing.absolute()}. The queue at {url} serves "
+            f"another run of that name: to see that, add --run.dir, or --queue {url}"
+        )
+    if status.run != run:
         raise ConfigError(
             f"the queue at {url} serves run {printable(status.run)}, not {run}: give that run's file, or --queue"
         )

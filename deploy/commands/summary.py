@@ -20,6 +20,7 @@ from slipstream.deploy.commands.arguments import AsJson, print_json
 from slipstream.deploy.commands.report import read_run, run_dir_of
 from slipstream.learner.report.rollouts import printable
 from slipstream.protocol import history, reasons
+from slipstream.protocol.collapse import CAUSE, REMEDY
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.history import Entry, PageData, ends_of
 from slipstream.protocol.messages import ServerState
@@ -392,7 +393,8 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
     elif not status.finished:
         kept = "no checkpoint" if status.checkpoint_step is None else f"a checkpoint of step {status.checkpoint_step}"
         made = f"{status.step} of {status.total_steps} steps are made, with {kept}"
-        yield f"{made}; if it was stopped, slipstream up --resume goes on"
+        lower = f" with --resume {REMEDY}" if any(cause.about == CAUSE for cause in status.diagnosis) else " --resume"
+        yield f"{made}; if it was stopped, slipstream up{lower} goes on"
     said = set()
     for incident in incidents:
         if incident.ended is None:

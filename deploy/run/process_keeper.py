@@ -102,6 +102,10 @@ class RestartPolicy:
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
+    def was_up(self, name: str) -> bool:
+        """Return whether the process has ever answered."""
+        return name in self._was_up
+
     def ended(
         self, name: str, role: ProcessKind, code: int, goes_on: bool = False, leaves: bool = False, lost: bool = False
     ) -> Verdict:
@@ -128,9 +132,10 @@ class RestartPolicy:
         if role == "learner" and (not lost or code in (WRONG_SETTING, *STOPPED)):
             return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
         # The settings of a queue or a server that was up are right: something has changed, such as who has its port.
-        if code == WRONG_SETTING and (role == "worker" or name not in self._was_up):
+        if code == WRONG_SETTING and (role == "worker" or not self.was_up(name)):
             return Over(code, "(a wrong setting)")
-        if role == "vllm" and name not in self._was_up:
+        # It would end so again; one that a signal ended would not.
+        if role == "vllm" and not self.was_up(name) and code <= 128:
             return Over(code, "before it ever answered")
         if up_since is not None and self._clock() - up_since >= STEADY_AFTER_S:
             self._in_a_row[name] = 0
@@ -278,13 +283,15 @@ class ProcessKeeper:
                     by_others = end in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
                     cause = None if by_others else died.first_error()
                     again = "starting it again"
+                    new = program.role == "vllm" and not self._policy.was_up(name)
                     if lost is not None:
                         again = "starting all ranks of the learner again from the newest checkpoint"
                         program = replace(program, command=with_resume(program.command))
                     why = f"{f': {cause}' if cause else ''}{_why_short(child.log)}"
                     self._terminal.complain(
-                        f"{describe_end(died.name, end)}{why}; {again} in {pause_s:g} s (restart {attempt} of "
-                        f"{self._policy.times} in a row)"
+                        f"{describe_end(died.name, end)}{' before it ever answered' if new else ''}{why}; {again} in "
+                        f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
+                        + (_last_lines(child) if new else "")
                     )
                     # An engine without its server has nothing to save, and holds memory that the next one needs.
                     await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)
@@ -409,8 +416,12 @@ def _quoted(child: Child) -> str:
     short = _why_short(child.log)
     if cause := child.first_error():
         return f"{short}; the first error in {child.log}:\n{cause}"
+    return short + _last_lines(child)
+
+
+def _last_lines(child: Child) -> str:
     lines = "\n".join(child.tail()[-LAST_LINES:])
-    return f"{short}; the last lines of {child.log}:\n{lines}" if lines.strip() else short
+    return f"; the last lines of {child.log}:\n{lines}" if lines.strip() else ""
 
 
 def _why_short(log: Path) -> str:

@@ -104,13 +104,24 @@ def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     return with_settings(config, chosen)
 
 
-def _of_checkpoint(found: list[Gpu], config: RunConfig) -> tuple[RunConfig, dict[tuple[str, str], Any]]:
+def with_checkpoint_type(config: RunConfig, cpu: bool, say: Callable[[str], None]) -> RunConfig:
+    """Choose `model.dtype` as `settle` does, and nothing else; of a hub model only if its config is here already."""
+    found = [] if cpu else probes.visible_gpus()
+    config, chosen = _of_checkpoint(found, config, fetch=False)
+    _say_chosen(chosen, found, say)
+    return config
+
+
+def _of_checkpoint(
+    found: list[Gpu], config: RunConfig, fetch: bool = True
+) -> tuple[RunConfig, dict[tuple[str, str], Any]]:
     """Set `model.dtype` as the checkpoint's, unless the run file sets it or this machine would compute in it slowly.
     Returns what was set as well."""
     fast = fast_types(on_gpu=bool(found))
     if "dtype" in config.model.model_fields_set or not fast:
         return config, {}
-    fetch_architecture(config.model)
+    if fetch:
+        fetch_architecture(config.model)
     if (dtype := checkpoint_dtype(config.model)) not in fast:
         return config, {}
     chosen: dict[tuple[str, str], Any] = {("model", "dtype"): dtype}

@@ -119,14 +119,14 @@ def architecture_of(model: ModelSection) -> Mapping[str, Any] | None:
     from huggingface_hub import try_to_load_from_cache
 
     path = Path(model.path)
-    file = (
-        path / "config.json"
-        if path.is_dir()
-        else try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-    )
-    if not isinstance(file, str | Path):
-        return None
-    try:
+    try:  # a path that is no folder may be no name of the hub either
+        file = (
+            path / "config.json"
+            if path.is_dir()
+            else try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        )
+        if not isinstance(file, str | Path):
+            return None
         architecture = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -17,7 +18,7 @@ from slipstream.protocol.client import QueueClient, QueueError, QueueRefused
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.config.sections import LOOPBACK
 from slipstream.protocol.messages import Server, ServerState
-from slipstream.protocol.status import ServerStatus
+from slipstream.protocol.status import ServerStatus, Status
 from slipstream.weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge, of_another_run
 from slipstream.weight_sync.server.control import ControlError, ServerControl
 
@@ -110,10 +111,12 @@ async def add(client: QueueClient, url: str, name: str | None, token: str | None
         return await client.put_server(Server(chosen, url))
 
 
-async def listed(client: QueueClient) -> list[ServerStatus]:
-    """Return the run's servers."""
+async def listed(
+    client: QueueClient, checked: Callable[[Status], Status] = lambda status: status
+) -> list[ServerStatus]:
+    """Return the run's servers. `checked`: see `deploy.commands.status.show`."""
     async with client:
-        return (await client.status()).servers
+        return checked(await client.status()).servers
 
 
 async def _check_not_last(client: QueueClient, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -95,6 +95,9 @@ class Watch:
 
     It asks on the client's loop and prints from a thread: a terminal that is held would otherwise keep leases from
     renewal.
+
+    Attributes:
+        on_status: Called with each status, from a thread.
     """
 
     def __init__(self, client: BlockingQueueClient, progress: TerminalProgress) -> None:
@@ -104,6 +107,7 @@ class Watch:
         self._servers = ServersSeen()
         self._causes: dict[str, int] = {}
         self._stalled = False
+        self.on_status: Callable[[Status], None] = lambda status: None
 
     def __enter__(self) -> Self:
         self._client.call(lambda _: self._open())
@@ -174,6 +178,7 @@ class Watch:
         if self._stalled and not stall.stalled:
             self._progress.say("no longer stalled")
         self._stalled = stall.stalled
+        self.on_status(status)
 
     def _tell_causes(self, status: Status) -> None:
         """Show each cause when it is seen first, unless a notice has just said the same; again as long as it lasts; and

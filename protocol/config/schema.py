@@ -5,6 +5,7 @@ A check names the symptom that a wrong setting would show.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Self
 
@@ -221,10 +222,15 @@ class RunConfig(Section):
                     f"both, and one to a multiple of the other"
                 )
         if learner.token_budget < self.vllm.max_model_len:
+            context, positions = self.vllm.max_model_len, _positions(self.model.path)
+            if positions is not None and context > positions:
+                raise ValueError(
+                    f"vllm.max_model_len = {context} is more than the model's {positions}: lower it to at most "
+                    f"{positions}"
+                )
             raise ValueError(
-                f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "
-                f"{self.vllm.max_model_len}: the longest episodes would fit no micro-batch; raise "
-                f"learner.token_budget"
+                f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = {context}: the "
+                f"longest episodes would fit no micro-batch; raise learner.token_budget, or lower vllm.max_model_len"
             )
         launched = {} if self.vllm.servers else {"vllm.host": self.vllm.host}
         listeners = {
@@ -297,3 +303,12 @@ class RunConfig(Section):
                     f"starts second would find it in use; change one of them, or leave weight_sync.http_port at 0, "
                     f"for any that is free"
                 )
+
+
+def _positions(model_path: str) -> int | None:
+    """Return the positions of a model in a folder by its config.json; None if that does not say."""
+    try:
+        found = json.loads(Path(model_path, "config.json").read_bytes())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None

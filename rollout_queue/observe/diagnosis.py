@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from slipstream.protocol import reasons
-from slipstream.protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
+from slipstream.protocol.collapse import CAUSE, LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
 from slipstream.protocol.config import RolloutSection, RunConfig
 from slipstream.protocol.rollouts import UNKNOWN_TOOL
 from slipstream.protocol.status import Cause, Notice, Severity, WorkerStatus
@@ -32,6 +32,9 @@ _STEPS_IN_A_ROW = 4
 
 # Shares from which on something is named, and from which on it explains what else is wrong.
 _SOME, _MANY, _NEARLY_ALL = 0.3, 0.5, 0.9
+
+# The update is blamed for equal rewards in a row from this probability of as many by chance.
+_MAX_CHANCE = 1e-4
 
 # Tool calls, rollouts or groups from which a share is taken.
 _MIN_SEEN = 8
@@ -51,7 +54,7 @@ _MAX_TEXT = 700
 HOLD_S, MAX_HOLD_S = 120.0, 1800.0
 
 # Causes that begin and end with an event, so that none of them is near a limit.
-_EVENTS = ("refused workers", "checkpoints", "learning rate")
+_EVENTS = ("refused workers", "checkpoints", CAUSE)
 
 # Causes whose times are remembered; far more than there are kinds, as tools and reasons have names.
 _MAX_CAUSES = 256
@@ -177,8 +180,14 @@ class Symptoms:
         since = self._since
         if since is None or min(since.groups, self.equal_in_a_row) < self.patience:
             return None
+        equal_share = (since.compared - since.varied + 1) / (since.compared + 2)
         varied_before = since.compared >= _MIN_SEEN and since.varied >= _SOME * since.compared
-        return since if varied_before and since.rewards / since.groups <= (since.step.get("reward") or 0.0) else None
+        by_chance = equal_share ** min(since.groups, self.equal_in_a_row) > _MAX_CHANCE
+        return (
+            since
+            if varied_before and not by_chance and since.rewards / since.groups <= (since.step.get("reward") or 0.0)
+            else None
+        )
 
     def ticket_failed(self, reason: str) -> None:
         """Note a ticket of the training that ended without a group."""
@@ -309,11 +318,11 @@ def _of_episodes(
     """List what goes wrong in episodes before they are rewarded, what explains the others first."""
     if symptoms.collapse is not None:
         text = symptoms.collapse.describe(config.learner.learning_rate)
-        return [_cause("learning rate", text, "bad"), *_tools(symptoms, notices)]
+        return [_cause(CAUSE, text, "bad"), *_tools(symptoms, notices)]
     tools = [*_tools(symptoms, notices)]
     nothing_else = _worst(tools) is None and (changes is None or changes.fall is None)
     if nothing_else and (sudden := symptoms.sudden) is not None:
-        return [_cause("learning rate", sudden.describe(config.learner.learning_rate), "bad"), *tools]
+        return [_cause(CAUSE, sudden.describe(config.learner.learning_rate), "bad"), *tools]
     few_calls = [*_few_calls(symptoms, config)]
     return [
         *tools,

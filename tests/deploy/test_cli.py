@@ -155,6 +155,22 @@ def test_config_warns_of_bounds_that_do_not_suit_the_objective(
     assert "slipstream: warning: learner.clip_low = 0.2 and learner.clip_high = 0.28 with" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("own", "printed"), [([], "bfloat16"), (["--model.dtype", "float32"], "float32")])
+def test_config_prints_the_type_that_a_start_would_choose(
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slipstream: Callable[..., tuple[int, str]],
+    own: list[str],
+    printed: str,
+) -> None:
+    monkeypatch.setattr("slipstream.protocol.config.machine.bfloat16_unit", lambda: "AMX")
+    monkeypatch.setattr("slipstream.deploy.servers.probes.visible_gpus", list)
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}', encoding="utf-8")
+    code, text = slipstream("config", str(run_file), "--model.path", str(tmp_path), *own)
+    assert (code, tomllib.loads(text)["model"]["dtype"]) == (0, printed)
+
+
 def test_config_prints_a_run_file_whose_files_are_elsewhere(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +195,30 @@ async def test_status_as_json_is_the_status_in_one_line(run_file: Path) -> None:
     (line,) = said.splitlines()
     assert msgspec.json.decode(line, type=Status).run == "shown"
     assert code == 0
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["status", "--watch"], ["servers", "list"]])
+@pytest.mark.parametrize("name", ["another", "small"])
+async def test_a_run_that_was_not_started_is_not_shown_as_the_one_that_has_its_port(
+    tmp_path: Path, name: str, command: list[str]
+) -> None:
+    async with serving(config(run={"name": name})) as queue:
+        own = run_file_of(tmp_path, queue.url)
+        code, said = await asyncio.to_thread(output, *command, own)
+        assert code == 2
+        assert ("another run of that name" if name == "small" else "serves run another, not small") in said
+        if name == "small" and "--watch" not in command:
+            await asyncio.to_thread((tmp_path / "runs" / name).mkdir, parents=True)
+            assert (await asyncio.to_thread(output, *command, own))[0] == 0
+
+
+def run_file_of(folder: Path, queue_url: str) -> str:
+    (folder / "run.toml").write_text(
+        f'run.name = "small"\nrun.dir = "{folder}/runs"\nmodel.path = "org/model"\ntask.path = "task.py:task"\n'
+        f"queue.port = {queue_url.rpartition(':')[2]}\n",
+        encoding="utf-8",
+    )
+    return str(folder / "run.toml")
 
 
 async def test_the_servers_as_json_are_one_object_a_line(

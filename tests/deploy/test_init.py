@@ -53,6 +53,18 @@ def test_a_model_whose_template_knows_no_tools_gets_them_in_the_prompt(tmp_path:
     build_chat_format(config, ToolBox(load_task(config.task).tools).schemas)
 
 
+@pytest.mark.parametrize(("positions", "warned"), [(512, "no episode fits"), (1024, "cut off"), (8192, None)])
+def test_a_model_whose_context_is_too_short_for_the_task_is_named(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], positions: int, warned: str | None
+) -> None:
+    own = shutil.copytree(model_folder, tmp_path / "model")
+    (own / "config.json").write_text(f'{{"model_type": "qwen3", "max_position_embeddings": {positions}}}')
+    setup.write_task_files(tmp_path / "shop", str(own))
+    err = capsys.readouterr().err
+    assert ("warning" in err, warned is None or warned in err) == (warned is not None, True)
+    assert load(tmp_path / "shop" / "run.toml").vllm.max_model_len <= positions
+
+
 async def test_a_sync_and_an_async_tool_answer(task: Task) -> None:
     order = [ToolCall("price", {"item": "pen"}), ToolCall("price", {"item": "car"})]
     order += [ToolCall("total", {"quantities": [3, 2], "prices": [120, 250]})]

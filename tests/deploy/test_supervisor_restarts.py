@@ -73,6 +73,15 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     until(lambda: not stage.alive())
 
 
+def test_a_server_that_is_killed_before_it_answers_is_started_again_with_its_last_lines(stage: Stage) -> None:
+    stage.play(vllm=f"[ $lives = 1 ] && {{ echo loading weights; kill -KILL $$; }}; {stage.answers('vllm')}")
+    stage.play(learner=stage.waits_for("vllm"))
+    result = stage.run("--deploy.restart", "1")
+    assert result.returncode == 0, result.stderr
+    assert "vllm-0 ended with code 137 (SIGKILL) before it ever answered; starting it again" in result.stderr
+    assert result.stderr.splitlines()[1] == "loading weights"
+
+
 def test_what_a_killed_server_left_behind_is_ended_at_once_and_not_after_the_grace(stage: Stage) -> None:
     """vLLM's engine takes its time on SIGTERM when its API process is gone: nobody needs what it does."""
     orphan = "(trap '' TERM; while :; do sleep 1; done) & echo $! >>children"

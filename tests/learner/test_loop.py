@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
@@ -29,16 +30,18 @@ from slipstream.learner.feed import packing, step_draft
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.ranks.stopping import Stop
-from slipstream.learner.report import sampler_checks
+from slipstream.learner.report import queue_status, sampler_checks
 from slipstream.learner.report.progress import TerminalProgress
-from slipstream.learner.report.queue_status import PendingNotices
+from slipstream.learner.report.queue_status import PendingNotices, Watch
 from slipstream.learner.run import build_trainer, run
 from slipstream.learner.start import session, starting_point
 from slipstream.learner.training.trainer import Trainer
 from slipstream.protocol import checkpoints, reasons
 from slipstream.protocol.client import QueueClient, QueueRefused, Unreachable
+from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.config import ConfigError, RunConfig, fingerprint, to_toml
 from slipstream.protocol.messages import ErrorBody, Group
+from slipstream.protocol.status import Cause, Status
 from slipstream.weight_sync.fleet.publications import PublishRecord
 from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.weights.snapshot import Probe
@@ -96,13 +99,18 @@ def train(
     resume: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     screen: TextIO | None = None,
+    watched: bool = False,
 ) -> FakePublisher:
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
     progress = TerminalProgress(config.learner.steps, console=Console(file=screen or io.StringIO()))
-    with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
-        loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume, callbacks)
+    with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop, ExitStack() as entered:
+        watch = entered.enter_context(Watch(client, progress)) if watched else None
+        loop.train(
+            *(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume, callbacks),
+            watch=watch,
+        )
     return publisher
 
 
@@ -631,6 +639,50 @@ def test_with_warn_a_run_goes_on_after_its_policy_was_destroyed(
     queue = FakeQueue(stale_by_one)
     train(config_for(model_path, tmp_path, steps=3, on_collapse="warn"), queue)
     assert queue.now.finished
+
+
+class AllEqualAfter(FakeQueue):
+    """From step `last` on all rewards of a group are equal, and the status blames that step's update.
+
+    That is over when the status was asked a few times.
+    """
+
+    def __init__(self, last: int) -> None:
+        super().__init__(self.groups)
+        self.last, self.asked, self.made = last, 0, 0
+
+    def groups(self, n: int, version: int) -> list[Group]:
+        equal = version == self.last and self.asked < 4
+        self.made += n
+        rewards = (0.0, 0.0) if equal else (0.0, 1.0)
+        return [group(f"{self.made}.{i}", rewards=rewards, versions=(None, None, version)) for i in range(n)]
+
+    async def status(self) -> Status:
+        blamed = self.now.step == self.last
+        self.asked += blamed
+        causes = [Cause(CAUSE, "the update made all rewards equal", "bad")] if blamed else []
+        return status(step=self.now.step, diagnosis=causes)
+
+
+@pytest.mark.parametrize("on_collapse", ["stop", "warn"])
+def test_a_wait_for_groups_of_a_destroyed_policy_ends(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_collapse: str
+) -> None:
+    """A policy that samples for itself yields no group that is worth a step, so that no later step shows it."""
+    monkeypatch.setattr(queue_status, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(sys, "argv", ["learner/__main__.py", "run.toml", "--learner.learning_rate", "0.001"])
+    settings = {"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 5, "prefetch_steps": 0}
+    config, queue = config_for(model_path, tmp_path, on_collapse=on_collapse, **settings), AllEqualAfter(last=2)
+    if on_collapse == "warn":
+        train(config, queue, watched=True)
+        assert queue.now.finished
+        return
+    with pytest.raises(PolicyDestroyed) as caught:
+        train(config, queue, watched=True)
+    assert caught.value.step == queue.now.step == 2
+    assert [*checkpoints.complete(config.run_dir)] == [1]
+    assert str(caught.value).count("learner.learning_rate 0.0001") == 1
+    assert "learner.learning_rate 0.001" not in str(caught.value)
 
 
 def stale_by_one(n: int, version: int) -> list[Group]:

@@ -142,6 +142,19 @@ def test_how_to_go_on_is_said_in_the_words_of_who_started_it(
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "slipstream up run.toml",
+        "slipstream up run.toml --resume --learner.learning_rate 0.5",
+        "slipstream up run.toml --learner.learning_rate=0.5 --resume",
+    ],
+)
+def test_a_resume_with_another_learning_rate_names_it_once(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv(start.COMMAND_VARIABLE, command)
+    assert start.resume_command(0.05) == "slipstream up run.toml --resume --learner.learning_rate 0.05"
+
+
+@pytest.mark.parametrize(
     ("before", "now", "anew"),
     [("adamw_torch_fused", "muon", True), ("adamw_torch_fused", "adamw_torch", False), (None, "adamw_torch", False)],
 )

@@ -31,7 +31,7 @@ from slipstream.weight_sync.fleet import decisions, fleet, member, server_public
 from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.server import cancellation, control
 from slipstream.weight_sync.server.answers import EngineState
-from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED, ServerControl
 from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
@@ -583,6 +583,27 @@ def test_a_slow_server_is_told_and_stays_in_service_and_one_that_hangs_for_longe
         engine.step_s = 0.1
         until(lambda: world.servers()["vllm-1"].slow is None)
         assert world.servers()["vllm-0"].slow is None
+
+
+@pytest.mark.parametrize(("silence", "down"), [(COMPUTES, False), (STOPPED, True), (NO_ANSWER, True)])
+def test_a_server_whose_engine_computes_is_not_down_before_one_that_does_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, silence: str, down: bool
+) -> None:
+    """After short steps only, as the first long prompt is computed; and no advice for long steps where there are
+    none."""
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.1)
+    monkeypatch.setattr(member, "COMPUTING_DOWN_AFTER_S", 1.5)
+    engine = world.fakes[1].engine
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        engine.silence, engine.alive = silence, False
+        began = time.monotonic()
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+        assert (time.monotonic() - began < 1.0) == down
+        told = world.servers()["vllm-1"]
+        assert "max_num_seqs" not in str(told.reason)
+        assert told.slow is None
 
 
 def test_a_server_that_leaves_and_one_that_comes_are_followed(world: World) -> None:

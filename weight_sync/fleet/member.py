@@ -4,8 +4,8 @@ Neither the learner nor another server waits for it. Limits of liveness follow t
 long for them is slow, which the queue is told, and not down. The states:
 
 - joining: it starts, restarted (another `boot`), or holds weights that this learner did not publish.
-- down: it has not answered for `DOWN_AFTER_S`, or for several of its steps where these take longer; or the run may
-  not use it.
+- down: it has not answered for `DOWN_AFTER_S`, or for several of its steps where these take longer, or for
+  `COMPUTING_DOWN_AFTER_S` while its processes compute; or the run may not use it.
 - quarantined: its proof failed (I5), or it was left paused (I6).
 - syncing, after it served: a version is swapped in whose proof could not be asked; it is asked again before anything
   else is published.
@@ -32,15 +32,16 @@ from slipstream.weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLIS
 from slipstream.weight_sync.fleet.snapshots import Snapshots
 from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.server.cancellation import shielded
-from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
+from slipstream.weight_sync.server.control import COMPUTES, LOOK_TIMEOUT_S, MAY_ANSWER, NO_ANSWER, ControlError
 from slipstream.weight_sync.server.proof import ProofFailed, Swapped
 from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 # Seconds without an answer after which a server that served counts as down, unless its steps take longer: requests to
-# it would hang.
+# it would hang. One whose engine computes may be in its first long step: its limit is higher, lest that be a hang too.
 DOWN_AFTER_S = 10.0
+COMPUTING_DOWN_AFTER_S = 60.0
 _S = ServerState
 
 
@@ -198,12 +199,13 @@ class Member:
             return None
         finally:
             self._asks = False
-        await self._note_step_time(state.step_s)
+        self._step_s = state.step_s
         if not state.alive:
             # Only the API process answers, which knows neither weights nor boot. The engine may be in a long step.
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
-            await self._note_silence(why, began, at_once=state.reason not in (None, NO_ANSWER))
+            await self._note_silence(why, began, at_once=state.reason not in (None, *MAY_ANSWER))
             return None
+        await self._note_step_time(state.step_s)
         self.reporter.transport = transport_to(state, self._snapshots.newest)
         self._silent_since = None
         if not self.answers:
@@ -263,11 +265,15 @@ class Member:
         silent_since = self._note_silent_since(asked)
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state
+        least_s = COMPUTING_DOWN_AFTER_S if why.endswith(COMPUTES) else DOWN_AFTER_S
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
                 await self.reporter.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
-        elif time.monotonic() - silent_since >= patience_s(DOWN_AFTER_S, self._step_s, SILENT_STEPS) or at_once:
-            await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
+        elif time.monotonic() - silent_since >= patience_s(least_s, self._step_s, SILENT_STEPS) or at_once:
+            look = "" if at_once else "; it makes no progress: look at its process and its log"
+            await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}{look}")
+            # The remedy for long steps is none for a server that makes no step at all.
+            await self.reporter.tell_slow(None)
         elif state is _S.STALE and self.standstill.cause is None:  # it serves nothing anyway: this is why
             await self.reporter.try_to_tell(_S.STALE, None, f"its engine does not answer: {why}")
 

@@ -43,8 +43,11 @@ ENGINE_HEADER = "X-data-parallel-rank"
 # Names a publication as the owner of a pause.
 OWNER = "publication"
 
-# The reason of a server whose engine may only be in a long step.
+# The reasons of a server whose engine may only be in a long step, and the two that its processes show it by.
 NO_ANSWER = "the engine does not answer"
+COMPUTES = f"{NO_ANSWER}, and its processes compute"
+STOPPED = f"{NO_ANSWER}: one of its processes is stopped (SIGSTOP)"
+MAY_ANSWER = (NO_ANSWER, COMPUTES, STOPPED)
 
 
 class AdapterRoutes(ABC):

@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from starlette.types import Scope
 
 from slipstream.protocol.versions import RUN_HEADER, RUN_ID
 from slipstream.weight_sync.server.answers import serves_another_run
+from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED
 from slipstream.weight_sync.transports.http import chunks
 from slipstream.weight_sync.vllm import guard
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
@@ -60,6 +62,12 @@ QUESTIONS = 8
 # steps lately take no longer.
 STALLED_AFTER_S = 10.0
 STALLED_STEPS = 3.0
+
+
+# Seconds for which the engine's processes are watched when it does not answer, and the share of a core from which on
+# they compute: on a busy host they get little of one.
+ACTIVE_WITHIN_S = 0.3
+ACTIVE_SHARE = 0.1
 
 
 class RouteError(Exception):
@@ -139,6 +147,30 @@ def end_the_process() -> None:
         except psutil.Error:
             continue
     os._exit(EXIT_CODE)
+
+
+def why_unanswered(server: psutil.Process) -> str:
+    """Look at the processes below `server`, of which one is the engine that does not answer. Blocks for
+    `ACTIVE_WITHIN_S`. Returns one of `control.MAY_ANSWER`."""
+    before, states = _cpu_s(server)
+    time.sleep(ACTIVE_WITHIN_S)
+    after, states_after = _cpu_s(server)
+    if psutil.STATUS_STOPPED in states_after:
+        return STOPPED
+    used_s = sum(seconds - before.get(pid, seconds) for pid, seconds in after.items())
+    runs = psutil.STATUS_RUNNING in states and psutil.STATUS_RUNNING in states_after
+    return COMPUTES if runs or used_s >= ACTIVE_SHARE * ACTIVE_WITHIN_S else NO_ANSWER
+
+
+def _cpu_s(server: psutil.Process) -> tuple[dict[int, float], set[str]]:
+    """Return the CPU seconds of each process below `server`, and their states."""
+    seconds, states = dict[int, float](), set[str]()
+    for child in server.children(recursive=True):
+        with suppress(psutil.Error), child.oneshot():
+            times = child.cpu_times()
+            seconds[child.pid] = times.user + times.system
+            states.add(child.status())
+    return seconds, states
 
 
 class Progress:

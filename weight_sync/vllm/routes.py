@@ -9,11 +9,13 @@ import asyncio
 import time
 from typing import Any
 
+import psutil
+
 from slipstream.weight_sync.server.cancellation import gather_two
 from slipstream.weight_sync.server.control import NO_ANSWER
 from slipstream.weight_sync.vllm import control_rules, engines
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
-from slipstream.weight_sync.vllm.engine_state import EngineStatus, Handler, RouteError, status_of
+from slipstream.weight_sync.vllm.engine_state import EngineStatus, Handler, RouteError, status_of, why_unanswered
 from slipstream.weight_sync.vllm.engines import Answers, ask_states, ask_workers, label_of, reason_not_to_serve
 
 # Maximum sequences of a request, far more than a probe has.
@@ -149,7 +151,7 @@ async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         "pause_owner": status.pause_owner if paused else "none",
         "workers": parallel.world_size_across_dp,
         "transport": transfer.backend if transfer is not None else "none",
-        "reason": refused or (None if states else NO_ANSWER),
+        "reason": refused or (None if states else await asyncio.to_thread(why_unanswered, psutil.Process())),
         "owner": owner.live(now),
         "owner_silent_s": owner.silent_s(now),
         "stuck": stuck,

@@ -43,6 +43,11 @@ def test_a_model_that_all_parts_take(run_file: Path) -> None:
     assert adapted["model, learner"] == "trains it, learner.layout trie; adapters on q_proj, v_proj"
 
 
+def test_the_model_of_an_example_that_runs_on_a_cpu_is_known_to_be_served(run_file: Path) -> None:
+    found = of_config(run_file, tf.LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2))
+    assert found["model, vLLM"] == "knows LlamaForCausalLM; its CPU build served models of it"
+
+
 def test_a_large_hybrid_is_judged_without_its_weights(run_file: Path) -> None:
     config = tf.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"])
     found = of_config(run_file, config)
@@ -52,7 +57,7 @@ def test_a_large_hybrid_is_judged_without_its_weights(run_file: Path) -> None:
     )
     right = told(run_file, "--model.path", str(run_file.parent / "other"), "--model.dtype", "bfloat16")
     known, served = right["model, vLLM"].split("; ")
-    assert (known, served) == ("knows Qwen3NextForCausalLM", "its CPU build served tiny models of it")
+    assert (known, served) == ("knows Qwen3NextForCausalLM", "its CPU build served models of it")
     assert "billion parameters, context 32,768" in found["model"]
     assert found["model, learner"].startswith("trains it, learner.layout padded, since Qwen3NextForCausalLM scores a ")
     forced = told(run_file, "--model.path", str(run_file.parent / "other"), "--learner.layout", "trie")

@@ -17,6 +17,7 @@ from slipstream.deploy import cli
 from slipstream.deploy.commands.ended import EndedRun, find, render_ended
 from slipstream.deploy.run.run_directory import write_resolved
 from slipstream.protocol import checkpoints, history
+from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.config import RunConfig, load
 from slipstream.protocol.messages import ServerState
 from slipstream.protocol.status import Cause, Status
@@ -116,6 +117,11 @@ def test_a_run_that_was_killed_names_its_last_step_and_checkpoint(config: RunCon
     found = ended(config)
     assert found.describe(NOW).startswith("stopped 2 h ago after step 6 of 20")
     assert found.diagnosis == [TOOL]
+
+
+def test_a_run_whose_policy_was_destroyed_is_to_be_resumed_with_a_lower_rate(config: RunConfig) -> None:
+    looked(config, step=6, total_steps=20, diagnosis=[Cause(CAUSE, "the update of step 5 destroyed the policy", "bad")])
+    assert "learner.learning_rate" in ended(config).describe(NOW)
 
 
 def test_a_run_without_a_step_and_one_that_was_given_up(config: RunConfig) -> None:

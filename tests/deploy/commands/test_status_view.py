@@ -258,7 +258,6 @@ def test_a_terminal_is_told_nothing_by_the_names_and_reasons_of_others() -> None
 
 def test_the_status_of_another_run_is_not_taken_for_this_one_s() -> None:
     now = status(run="other")
-    assert of_run(now, None, "http://q:8200") is now
     assert of_run(now, "other", "http://q:8200") is now
     with pytest.raises(ConfigError, match="the queue at http://q:8200 serves run other, not mine"):
         of_run(now, "mine", "http://q:8200")

@@ -14,8 +14,9 @@ from slipstream.deploy import cli
 from slipstream.deploy.commands import summary
 from slipstream.deploy.commands.summary import RunSummary
 from slipstream.protocol import history
+from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.messages import ServerState
-from slipstream.protocol.status import LearnerStatus, Stall, Status
+from slipstream.protocol.status import Cause, LearnerStatus, Stall, Status
 from slipstream.rollout_queue.observe.history import History
 from tests.kit.status import server, status, worker
 
@@ -124,6 +125,8 @@ def test_a_standstill_that_nothing_explains_is_said_too(night: Night) -> None:
     assert found.open == [
         "31 of 500 steps are made, with no checkpoint; if it was stopped, slipstream up --resume goes on"
     ]
+    night.goes_on(20, diagnosis=[Cause(CAUSE, "the update of step 30 destroyed the policy", "bad")])
+    assert any("learner.learning_rate" in text and "--resume" in text for text in night.summary().open)
 
 
 def test_a_clock_that_is_set_ahead_costs_no_time_and_is_named(night: Night) -> None:

@@ -61,6 +61,8 @@ def test_a_long_start_is_not_being_up() -> None:
     assert it.life(137) == Again(1, 1)
     assert [it.life(1, up_s=None) for _ in range(2)] == [Again(2, 2), Again(4, 3)]
     assert isinstance(it.life(1, up_s=None), Over)
+    never = History("vllm")
+    assert [isinstance(never.life(137, up_s=None), Over) for _ in range(4)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,8 @@ def test_a_long_start_is_not_being_up() -> None:
         ("queue", 0, 0.0, Again(1, 1)),
         ("vllm", 0, 0.0, Again(1, 1)),
         ("vllm", 0, None, Over(1, "before it ever answered")),
-        ("vllm", 137, None, Over(137, "before it ever answered")),
+        ("vllm", 1, None, Over(1, "before it ever answered")),
+        ("vllm", 137, None, Again(1, 1)),
         ("queue", 137, None, Again(1, 1)),
         ("queue", 2, None, Over(2, "(a wrong setting)")),
         ("vllm", 2, None, Over(2, "(a wrong setting)")),

@@ -341,7 +341,7 @@ def test_the_run_file_names_the_queue_and_the_option_overrides_it(
 ) -> None:
     asked: list[str] = []
 
-    async def listed(client: QueueClient) -> list[ServerStatus]:
+    async def listed(client: QueueClient, checked: object) -> list[ServerStatus]:
         asked.append(client.url)
         return []
 

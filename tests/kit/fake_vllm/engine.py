@@ -61,6 +61,7 @@ class FakeEngine:
     boot: str = field(default_factory=lambda: secrets.token_hex(4))
     whole: bool = True
     alive: bool = True
+    silence: str = "the engine does not answer"
     pause_owner: str = "none"
     stuck: str | None = None
     step_s: float = 0.0
@@ -88,7 +89,7 @@ class FakeEngine:
 
     def state(self) -> dict[str, Any]:
         """The answer of `/slipstream/state`: of a hanging engine, what the API process knows alone."""
-        silent = None if self.alive else "the engine does not answer"
+        silent = None if self.alive else self.silence
         return {
             "boot": f"api-{self.boot}" if self.alive else "api",
             "label": self.weight_version if self.alive else "",

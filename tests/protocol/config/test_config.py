@@ -51,6 +51,15 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("positions", "named"), [(8192, "more than the model's 8192"), (32768, "token_budget = 8192")])
+def test_a_context_above_the_model_s_is_blamed_before_the_token_budget(
+    folder: Path, positions: int, named: str
+) -> None:
+    (folder / "config.json").write_text(f'{{"max_position_embeddings": {positions}}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"{named}.*vllm\.max_model_len|vllm\.max_model_len = 16000 .*{named}"):
+        load_text(folder, 'model.path = "."\ntask.path = "task.py:task"\nvllm.max_model_len = 16000')
+
+
 def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> RunConfig:
     (folder / "run.toml").write_text(text)
     return load(folder / "run.toml", overrides)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from starlette.applications import Starlette
@@ -18,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slipstream.weight_sync.server.answers import ServerFacts
+from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED
 from slipstream.weight_sync.vllm import control_rules, engine_state
 from slipstream.weight_sync.vllm.engine_state import EngineStatus, Progress, status_of
 from slipstream.weight_sync.vllm.middleware import Slipstream
@@ -184,6 +190,33 @@ async def test_an_engine_in_a_step_is_silent_and_how_long_its_steps_take_is_know
         server.engine.hangs = True
         state = (await server.get("/slipstream/state")).json()
         assert (state["alive"], state["step_s"]) == (False, 17.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "signal_to_it", "why"),
+    [
+        ("while True: pass", None, COMPUTES),
+        ("import time; time.sleep(60)", None, NO_ANSWER),
+        ("import time; time.sleep(60)", signal.SIGSTOP, STOPPED),
+    ],
+    ids=["computes", "waits", "is stopped"],
+)
+async def test_the_processes_of_an_engine_show_why_it_does_not_answer(
+    program: str, signal_to_it: signal.Signals | None, why: str
+) -> None:
+    server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"
+    with subprocess.Popen([sys.executable, "-S", "-c", server], start_new_session=True) as started:  # noqa: ASYNC220
+        try:
+            api = psutil.Process(started.pid)
+            await until(lambda: bool(api.children()))
+            if signal_to_it is None:
+                # Until Python has started there, it computes.
+                await until(lambda: engine_state.why_unanswered(api) == why)
+            else:
+                api.children()[0].send_signal(signal_to_it)
+                assert engine_state.why_unanswered(api) == why
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
 
 
 async def test_an_engine_of_long_steps_is_given_long_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:

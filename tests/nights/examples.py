@@ -143,7 +143,7 @@ BY_NAME = {
         worst_off=3.0,
         # The learner's activations and a checkpoint come and go.
         grows_bytes=2 << 30,
-        keep_every=6,
+        keep_every=20,
         disk_bytes=8 << 30,
         without=("tool hangs", "tool floods the terminal", "tool leaves processes", "rollout of 5 MB"),
     ),

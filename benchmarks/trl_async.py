@@ -36,7 +36,8 @@ from slipstream.deploy.servers import cpu_build, vllm_server
 BOUNDS = {"trl": None, "trl, bounded": (256, 128)}
 START_S = 240
 
-WORKER_EXTENSION = "benchmarks.trl_server_worker.TiedHead"
+TRL_WORKER = "benchmarks.trl_server_worker"
+WORKER_EXTENSION = f"{TRL_WORKER}.TiedHead"
 
 
 def multiply_server(model: Path, port: int, seed: int) -> tuple[list[str], dict[str, str]]:

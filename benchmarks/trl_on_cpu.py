@@ -7,6 +7,7 @@ weights (here a file in memory that vLLM loads with `reload_weights`).
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+import slipstream
 
 # The mask of the row that was packed last, which all layers share.
 _mask: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -62,6 +65,9 @@ class FileTransfer:
     Args:
         url: The vLLM server.
         dtype: The type that it serves.
+
+    Attributes:
+        pauses, differences: As of `SlipstreamTransfer`; there is no proof.
     """
 
     def __init__(self, url: str, dtype: torch.dtype) -> None:
@@ -69,11 +75,14 @@ class FileTransfer:
         self._dtype = dtype
         self._folder = Path("/dev/shm") / f"trl-async-{url.rpartition(':')[2]}"
         self._folder.mkdir(exist_ok=True)
+        self.pauses: list[float] = []
+        self.differences: list[float] = []
 
     def init_weight_transfer(self) -> None:
         self._client.wait_for_server_ready()
 
     def pause(self) -> None:
+        self._paused = time.perf_counter()
         self._client.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -89,6 +98,53 @@ class FileTransfer:
 
     def resume(self) -> None:
         self._client.resume()
+        self.pauses.append(time.perf_counter() - self._paused)
 
     def destroy(self) -> None:
         shutil.rmtree(self._folder)
+
+
+class SlipstreamTransfer:
+    """TRL's `WeightTransferProtocol` by `slipstream.servers`: the server generates while it is given the weights.
+
+    Args:
+        url: The vLLM server, with Slipstream's part in it.
+        model_path: The model that it serves.
+        dtype: The type that it computes in.
+
+    Attributes:
+        model: The policy in training; set before the training begins.
+        pauses: Seconds for which each publication kept the server from generating.
+        differences: The largest distance of a log-prob of the proof, in nats, of each publication.
+    """
+
+    model: Any
+
+    def __init__(self, url: str, model_path: str, dtype: str) -> None:
+        self._fleet = slipstream.servers(url, model=model_path, dtype=dtype)
+        self._version = 0
+        self.pauses: list[float] = []
+        self.differences: list[float] = []
+
+    def init_weight_transfer(self) -> None:
+        self._fleet.__enter__()
+
+    def pause(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._version += 1
+        self._fleet.publish(self._version, iterator, self._score)
+
+    def _score(self, token_ids: list[int]) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=self.model.dtype != torch.float32):
+            logits = self.model(torch.tensor([token_ids])).logits[0, :-1]
+        return logits.float().log_softmax(-1).gather(-1, torch.tensor(token_ids)[1:, None]).squeeze(-1)
+
+    def resume(self) -> None:
+        record = self._fleet.wait()
+        if record is not None:
+            self.pauses.append(record.pause_s)
+            self.differences.append(record.probe_max_abs_diff)
+
+    def destroy(self) -> None:
+        self._fleet.__exit__(None, None, None)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saved_weights import Times, successes
-from benchmarks.trl_async import WORKER_EXTENSION, serving
+from benchmarks.trl_async import TRL_WORKER, WORKER_EXTENSION, serving
 from slipstream.deploy.servers import devices, vllm_server
 from slipstream.protocol.config import RunConfig, load
 from slipstream.protocol.config.text import to_toml
@@ -46,8 +46,11 @@ EXAMPLE = ROOT / "examples" / "pretrained"
 TARGET = 0.8
 
 # Rollouts in flight, and in TRL's queue; None keeps TRL's own.
-BOUNDS = {"trl": None, "trl, bounded": (128, 128)}
+BOUNDS = {"trl": None, "trl, bounded": (128, 128), "trl, slipstream.servers": None}
 SIDES = ("slipstream", *BOUNDS)
+
+# TRL with Slipstream's publication in the place of its own.
+OUR_PUBLICATION = "trl, slipstream.servers"
 
 # Steps until Slipstream's own first evaluation: more than a run has.
 NEVER = 10**6
@@ -108,14 +111,24 @@ def run_slipstream(given: list[str], config: RunConfig, environment: dict[str, s
     }
 
 
-def server_command(config: RunConfig) -> list[str]:
-    """Return Slipstream's command of the run's server without what only Slipstream's processes use."""
-    command = iter(vllm_server.command(vllm_server.with_cpu_settings(config), 0))
+def server_command(config: RunConfig, our_publication: bool) -> list[str]:
+    """Return Slipstream's command of the run's server without what only Slipstream's processes use.
+
+    Args:
+        our_publication: Whether it is given weights by `slipstream.servers`, which needs the rest.
+    """
+    if our_publication:
+        command = vllm_server.command(vllm_server.with_cpu_settings(config), 0)
+        ours = {"--served-model-name": str(config.model.path), "--worker-extension-cls": f"{TRL_WORKER}.WithSlipstream"}
+        for flag, value in ours.items():
+            command[command.index(flag) + 1] = value
+        return command
+    words = iter(vllm_server.command(vllm_server.with_cpu_settings(config), 0))
     kept = []
-    for word in command:
+    for word in words:
         if word in OUR_FLAGS:
             for _ in range(OUR_FLAGS[word]):
-                next(command)
+                next(words)
         else:
             kept.append(word)
     return [*kept, "--worker-extension-cls", WORKER_EXTENSION]
@@ -129,10 +142,12 @@ def run_trl(side: str, config: RunConfig, micro: int, environment: dict[str, str
     run, out = folder / "run.toml", folder / "figures.json"
     run.write_text(to_toml(config))
     served = {"OMP_NUM_THREADS": str(placement.server_threads), "PYTHONPATH": str(ROOT)}
-    with serving(server_command(config), vllm_server.environment(config) | served, port, placement.servers):
+    ours = side == OUR_PUBLICATION
+    with serving(server_command(config, ours), vllm_server.environment(config) | served, port, placement.servers):
         command = [
             *(sys.executable, "-m", "benchmarks.trl_pretrained_script", "--run", str(run), "--out", str(out)),
             *("--server", f"http://127.0.0.1:{port}", "--micro", str(micro)),
+            *("--transfer", "slipstream" if ours else "file"),
             *(() if bounds is None else ("--inflight", str(bounds[0]), "--queue", str(bounds[1]))),
         ]
         wanted = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLE)]), "HF_HUB_OFFLINE": "1"}
@@ -181,7 +196,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluated weights")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES[:3]), choices=SIDES)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of both sides; left out: by the CPU")
     parser.add_argument("--micro", type=int, default=32, help="rollouts of a forward pass of TRL")
     parser.add_argument("--model", type=Path, default=EXAMPLE / "models" / "smollm2-135m")

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--server", required=True)
     parser.add_argument("--micro", type=int, required=True, help="rollouts of a forward pass")
+    parser.add_argument("--transfer", choices=["file", "slipstream"], default="file")
     for name in ("--inflight", "--queue"):
         parser.add_argument(name, type=int)
     given = parser.parse_args()
@@ -67,6 +68,10 @@ def main() -> None:
         disable_tqdm=True,
         **({} if given.inflight is None else {"max_inflight_tasks": given.inflight, "queue_maxsize": given.queue}),
     )
+    if given.transfer == "file":
+        transfer: Any = trl_on_cpu.FileTransfer(given.server, getattr(torch, config.model.dtype))
+    else:
+        transfer = trl_on_cpu.SlipstreamTransfer(given.server, str(config.model.path), config.model.dtype)
     trainer = AsyncGRPOTrainer(
         model=str(config.model.path),
         reward_funcs=correct,
@@ -74,8 +79,9 @@ def main() -> None:
         train_dataset=datasets.Dataset.from_list(example.questions[example.HELD_OUT :]).shuffle(config.run.seed),
         processing_class=tokenizer,
         callbacks=[Saved()],
-        weight_transfer=trl_on_cpu.FileTransfer(given.server, getattr(torch, config.model.dtype)),
+        weight_transfer=transfer,
     )
+    transfer.model = trainer.model
     trainer.train()
     lines = [line for line in trainer.state.log_history if "reward" in line]
     of = lambda name: [line[name] for line in lines if name in line]  # noqa: E731
@@ -85,6 +91,9 @@ def main() -> None:
         "dropped_share": dropped / (dropped + rollouts * learner.steps),
         "wait_s": sum(of("perf/rollout_wait_s")),
         "staleness_mean": statistics.mean(of("sample/staleness_mean")),
+        "sync_s": statistics.mean(of("perf/weight_sync_s")),
+        "pause_s": statistics.mean(transfer.pauses),
+        "proof_nats": max(transfer.differences, default=None),
         "reward_first": of("reward")[0],
         "reward_last": statistics.mean(of("reward")[-5:]),
     }

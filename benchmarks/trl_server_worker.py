@@ -12,6 +12,8 @@ from typing import Any
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import SamplingParams, SamplingType
 
+from slipstream.weight_sync.vllm.worker import SlipstreamWorker
+
 
 def _without_seed(params: SamplingParams) -> SamplingType:
     """Sample from the server's own generator. TRL's seeds keep several servers apart, and here is one."""
@@ -31,3 +33,7 @@ class TiedHead:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
+
+
+class WithSlipstream(SlipstreamWorker):
+    """Slipstream's extension of the worker, for TRL's requests."""

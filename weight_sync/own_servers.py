@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -21,6 +21,7 @@ from slipstream.protocol.messages import Server, ServerState
 from slipstream.weight_sync.fleet.eligibility import Wanted
 from slipstream.weight_sync.fleet.publications import PublishRecord
 from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.transports.base import Transport
 from slipstream.weight_sync.weights.snapshot import NamedWeights, Probe, Score, pairs, probe_token_ids
 
 
@@ -49,12 +50,19 @@ class LocalRegistry:
 class Servers:
     """The servers of `slipstream.servers`. Use it as a context manager."""
 
-    def __init__(self, config: RunConfig, urls: Sequence[str], vocabulary: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        urls: Sequence[str],
+        vocabulary: int,
+        make_transport: Callable[[], Transport] | None = None,
+    ) -> None:
         self._config, self._vocabulary = config, vocabulary
         registry = LocalRegistry(urls)
-        # Whoever samples from them knows how long sequences are.
-        wanted = replace(Wanted.of(config), max_model_len=None)
-        self._publisher = Publisher(config, registry=lambda: nullcontext(registry), wanted=wanted)
+        wanted = replace(Wanted.of(config), max_model_len=None, workers=False)
+        self._publisher = Publisher(
+            config, make_transport=make_transport, registry=lambda: nullcontext(registry), wanted=wanted
+        )
         self._publisher.session, self._publisher.run_id = 1, uuid.uuid4().hex
         self._published = 0
 

@@ -30,6 +30,7 @@ class Wanted:
     Attributes:
         quantised: Whether the proof's tolerance allows for a server that rounds its weights.
         logprobs: How many log-probs of a token workers ask for; 0 for that of the sampled one.
+        workers: Whether Slipstream's workers sample from it, and not only other programs.
     """
 
     dtype: str | None = None
@@ -37,6 +38,7 @@ class Wanted:
     transport: str = "auto"
     quantised: bool = True
     logprobs: int = 0
+    workers: bool = True
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -60,12 +62,12 @@ def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
     transport, length, dtype = wanted.transport, wanted.max_model_len, wanted.dtype
     known = {backend(name) for name in TRANSPORTS} if transport == "auto" else {backend(transport)}
     found = {
-        Mismatch("it generates no tokens from tokens", "--enable-scale-out"): not facts.scale_out,
+        Mismatch("it generates no tokens from tokens", "--enable-scale-out"): wanted.workers and not facts.scale_out,
         Mismatch(
             f"its log-probs are {facts.logprobs_mode}, not those of the distribution that it samples from, which is "
             f"wrong at any temperature but 1",
             f"--logprobs-mode {LOGPROBS_MODE}",
-        ): facts.logprobs_mode not in (LOGPROBS_MODE, None),
+        ): wanted.workers and facts.logprobs_mode not in (LOGPROBS_MODE, None),
         Mismatch(
             f"its dtype is {facts.dtype}, and model.dtype = {dtype}: its weights would never equal the learner's",
             f"--dtype {dtype}",
@@ -93,7 +95,7 @@ def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
         Mismatch(
             f"it serves the model as {facts.served_name!r}, and requests name {SERVED_MODEL_NAME!r}",
             f"--served-model-name {SERVED_MODEL_NAME}",
-        ): facts.served_name not in (SERVED_MODEL_NAME, None),
+        ): wanted.workers and facts.served_name not in (SERVED_MODEL_NAME, None),
     }
     return [mismatch for mismatch, holds in found.items() if holds]
 

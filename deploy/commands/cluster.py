@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.deploy.clusters import helm, kubernetes, kubernetes_run, ray, slurm, slurm_job
+from slipstream.deploy.clusters import kubernetes, ray, slurm, slurm_job
 from slipstream.deploy.clusters.roles import check_token
 from slipstream.deploy.commands.arguments import reading
 from slipstream.deploy.commands.look import RunFilePath
@@ -18,7 +18,7 @@ from slipstream.deploy.run.supervisor import supervise
 from slipstream.deploy.servers.tokens import check_secret
 from slipstream.protocol.config import ConfigError, RunConfig, load
 
-ENGINES = ("local", "slurm", "kubernetes", "ray")
+ENGINES = ("local", "slurm", "ray")
 
 # The commands of `slipstream render`.
 app = typer.Typer(no_args_is_help=True)
@@ -47,9 +47,10 @@ def run_on(engine: str, config: RunConfig, run_file: str, settings: Sequence[str
     elif engine == "slurm":
         slurm.submit_and_follow(config, run_file, settings, resume)
     elif engine == "kubernetes":
-        if resume:
-            raise ConfigError("--on kubernetes: leave --resume out; its learner goes on from the volume's checkpoint")
-        kubernetes_run.apply_and_follow(config, Path(run_file).parent)
+        raise ConfigError(
+            f"--on kubernetes: kubectl places the run: slipstream render kubernetes {shlex.quote(run_file)} --out DIR, "
+            f"and kubectl apply -k DIR"
+        )
     elif engine == "ray":
         supervise(config, resume, ray.connect(config))
     else:
@@ -88,12 +89,12 @@ def render_kubernetes(
     run_file: RunFilePath,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder for the manifests; may exist")],
 ) -> None:
-    """Write the manifests of a run, for `kubectl apply -k`, and a Helm chart. Tokens are in secret.yaml alone."""
+    """Write the manifests of a run, for `kubectl apply -k`. Tokens are in secret.yaml alone."""
     config = load(run_file, context.args)
     check_secret(config)
     folder = Path(run_file).absolute().parent
     try:
-        written = [*kubernetes.write(config, out, folder), *helm.write(config, out / "chart", folder)]
+        written = kubernetes.write(config, out, folder)
     except OSError as error:
         raise ConfigError(
             f"--out {out}: {error.filename} cannot be written: {error.strerror}; name another folder"
@@ -101,4 +102,3 @@ def render_kubernetes(
     there = shlex.quote(str(out))
     typer.echo(f"wrote {len(written)} files. The volume comes first, and stays: kubectl apply -f {there}/storage.yaml")
     typer.echo(f"then: kubectl apply -k {there}")
-    typer.echo(f"or by Helm: kubectl apply -f {there}/secret.yaml, then helm install NAME {there}/chart")

@@ -18,6 +18,8 @@ from tests.e2e.conftest import SmallRun
 # The waits end by themselves where nothing moves any more; the time-out is for what they cannot see.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
+OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop" / "trainer.py"
+
 SMALL = [
     *("--rollout.group_size", "4"),
     *("--learner.groups_per_step", "4"),
@@ -93,6 +95,20 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     steps = metrics(small_run)
     assert [line["version"] for line in steps] == list(range(1, 13))
     assert check_ledger(small_run)["trained"] == result["groups_trained"]
+
+
+@small([*SHORT, "--learner.steps", "6", "--learner.script", str(OWN_LOOP)])
+def test_a_trainer_of_one_s_own_trains_on_a_real_vllm(small_run: SmallRun) -> None:
+    small_run.start("queue", "worker", "learner")
+    assert small_run.wait("learner") == 0
+    assert small_run.wait("worker") == 0
+    result = summary(small_run)
+    assert result["steps"] == 6
+    assert result["probe_max_abs_diff"] <= 1e-3
+    assert result["staleness_max"] <= small_run.config.queue.max_staleness
+    assert [line["version"] for line in metrics(small_run)] == list(range(1, 7))
+    assert check_ledger(small_run)["trained"] == result["groups_trained"]
+    assert (small_run.config.run_dir / "model" / "model.safetensors").is_file()
 
 
 @small([*SHORT, "--learner.steps", "4", "--learner.ranks", "2", "--learner.shard_weights", "true"])

@@ -43,10 +43,18 @@ def attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **given: Any
 ) -> tuple[torch.Tensor, None]:
     """TRL's `tree_attention` by torch's kernel for CPUs, in float32: on short rows it is the faster type there."""
-    seen = tree_mask(given["tree_kv_index"], given["tree_cu_seqlens_q"], given["tree_cu_seqlens_k"])
+    names = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+    packed = names[0] in given  # not in a forward pass of one plain sequence
+    seen = tree_mask(*(given[name] for name in names)) if packed else None
     with torch.autocast("cpu", enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), attn_mask=seen, scale=given.get("scaling"), enable_gqa=True
+            query.float(),
+            key.float(),
+            value.float(),
+            attn_mask=seen,
+            is_causal=not packed,
+            scale=given.get("scaling"),
+            enable_gqa=True,
         )
     return out.transpose(1, 2).to(query.dtype), None
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,8 @@ class Run:
         self.run_dir = config.run_dir
         self._url, self._from_step, self._resume = queue_url, step, resume
         self._open = ExitStack()
+        self._session: QueueSession | None = None
+        self._given: Generator[TokenBatch, None, None] | None = None
         self._current: _Step | None = None
         self._blocked_s = 0.0
         self._recorded = 0
@@ -146,7 +149,7 @@ class Run:
             vocabulary = vocabulary_size(config.model)
             begin = start.session(config, CheckpointInfo(self._from_step, 0), self._resume, vocabulary)
             with self._progress.phase("waiting for the queue"):
-                self._queue = QueueSession(config, self._client, self._publisher, begin, vocabulary)
+                self._session = QueueSession(config, self._client, self._publisher, begin, vocabulary)
             checkpoints.set_aside(config.run_dir, self._from_step)
             self._reports = Reports(config, self._from_step, self._progress)
             journal = open_eval_journal(config, self._from_step)
@@ -159,6 +162,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._open:
+            if self._given is not None:
+                self._given.close()
             if error is None:
                 self._finish()
             self._reports.close()
@@ -177,6 +182,7 @@ class Run:
         """Yield the batch of each step, until `learner.steps` are made or the run is finished.
 
         A batch holds `learner.groups_per_step` groups within `queue.max_staleness`. Commit or skip it before the next.
+        An earlier iterator of the run ends, and gives back the batch that it yielded last.
 
         Raises:
             QueueError: The queue refuses, cannot be reached, or no group comes for `learner.stall_timeout_s`.
@@ -185,9 +191,16 @@ class Run:
         """
         if self._queue.published is None:
             raise RuntimeError("nothing is published yet, so no server samples: call publish() before batches()")
+        if self._given is not None:
+            self._given.close()
         self._queue.wait_published()
         if self.step == 0:
             self._evaluator.wait_for_first()
+        self._current = None
+        self._given = self._batches()
+        return self._given
+
+    def _batches(self) -> Generator[TokenBatch, None, None]:
         with self._queue.feeding(branches=False) as feeder:
             while self.step < self.config.learner.steps:
                 if self._current is not None and not self._current.ended:
@@ -260,7 +273,7 @@ class Run:
 
         Raises:
             PublishError: No server can be given the weights.
-            ValueError: A name or shape is not that of the model, or the scores are not T - 1 numbers.
+            ValueError: The scores are not T - 1 finite numbers.
         """
         step, first = self.step, self._queue.published is None
         due = step % self.config.weight_sync.every == 0 or step == self.config.learner.steps
@@ -281,6 +294,12 @@ class Run:
         """
         session, step = self._queue.position.session, self.step
         self._client.call(lambda queue: queue.checkpointed(session, step))
+
+    @property
+    def _queue(self) -> QueueSession:
+        if self._session is None:
+            raise RuntimeError("the run is not joined yet: enter it, as in `with slipstream.join(...) as run:`")
+        return self._session
 
     def _take(self, batch: TokenBatch) -> _Step:
         current = self._current
@@ -327,9 +346,15 @@ def _check(config: RunConfig) -> None:
         ("learner.router_replay", config.learner.router_replay),
         ("rollout.top_k", config.rollout.top_k),
         ("lora.r", config.lora.r),
+        ("learner.epochs", config.learner.epochs),
     ):
         if given:
-            raise ConfigError(f"{setting} = {given}: a trainer that joins does not see it; leave it out")
+            remedy = "give learner.steps" if setting == "learner.epochs" else "leave it out"
+            raise ConfigError(f"{setting} = {given}: a trainer that joins does not see it; {remedy}")
+    if int(os.environ.get("RANK", 0)):
+        raise ConfigError(
+            f"RANK = {os.environ['RANK']}: one process joins a run; let rank 0 join, and send its batches to the others"
+        )
 
 
 def _number(name: str, value: float) -> float:

@@ -186,12 +186,37 @@ def test_mistakes_are_told_before_anything_is_lost(model_path: Path, tmp_path: P
             run.skip(batch)
 
 
+def test_a_new_iterator_gets_the_groups_that_the_one_before_gave_back(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"steps": 2})
+    with live_queue(here) as queue, joined(here, queue) as (run, _):
+        run.publish(WEIGHTS, score)
+        first = next(run.batches())
+        for batch in run.batches():
+            if batch.step == 1:
+                assert torch.equal(batch.input_ids, first.input_ids)
+            run.commit(batch)
+            run.publish(WEIGHTS, score)
+    assert run.step == 2
+
+
+def test_a_run_that_was_not_entered_and_a_rank_that_joins_are_told(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = settings(model_path, tmp_path)
+    with pytest.raises(RuntimeError, match="with slipstream.join"):
+        slipstream.join(here).publish(WEIGHTS, score)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="RANK = 1"):
+        slipstream.join(here)
+
+
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
         ({"lora": {"r": 8}}, "lora.r"),
         ({"rollout": {"top_k": 20}}, "rollout.top_k"),
         ({"learner": {"router_replay": True}}, "learner.router_replay"),
+        ({"learner": {"epochs": 2.0}}, "learner.epochs"),
     ],
 )
 def test_settings_that_only_our_learner_follows_are_refused(

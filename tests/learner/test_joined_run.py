@@ -31,7 +31,9 @@ def score(token_ids: list[int]) -> list[float]:
 
 
 def settings(model_path: Path, tmp_path: Path, **sections: Any) -> RunConfig:
-    learner = {"groups_per_step": 2, "steps": 4, "zero_variance": "keep", **sections.pop("learner", {})}
+    given = sections.pop("learner", {})
+    end = {} if "epochs" in given else {"steps": 4}
+    learner = {"groups_per_step": 2, "zero_variance": "keep", **end, **given}
     return config(
         LEARNER, model={"path": str(model_path)}, run={"dir": str(tmp_path), "name": "own"}, learner=learner, **sections
     )
@@ -203,7 +205,7 @@ def test_a_run_that_was_not_entered_and_a_rank_that_joins_are_told(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = settings(model_path, tmp_path)
-    with pytest.raises(RuntimeError, match="with slipstream.join"):
+    with pytest.raises(RuntimeError, match="enter it"):
         slipstream.join(here).publish(WEIGHTS, score)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="RANK = 1"):

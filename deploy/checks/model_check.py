@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from slipstream.protocol import checkpoints
 from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
 
@@ -62,6 +60,8 @@ def check_model(config: RunConfig) -> None:
 def find_cut_off_weights(folder: Path) -> str | None:
     """Name weights of a model folder that are missing or cut off, as those of a copy that was stopped; None if all are
     whole."""
+    from safetensors import SafetensorError, safe_open
+
     files = {*folder.glob("*.safetensors")}
     for index in folder.glob("*.safetensors.index.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):

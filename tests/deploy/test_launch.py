@@ -74,8 +74,9 @@ def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "vllm/entrypoints/openai/__init__.py": "",
         "vllm/entrypoints/openai/api_server.py": FAKE_VLLM,
         # The rest of the package is the real one: what is checked at the start is in it.
-        "learner/__init__.py": "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)",
-        "learner/run.py": LEARNER,
+        "slipstream/__init__.py": f"__path__.append({str(ROOT / 'slipstream')!r})",
+        "slipstream/learner/__init__.py": f"__path__.append({str(ROOT / 'learner')!r})",
+        "slipstream/learner/run.py": LEARNER,
     }.items():
         file = stubs / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -146,7 +146,7 @@ def test_the_loop_has_all_of_its_attributes_from_the_start() -> None:
         if isinstance(of, ast.FunctionDef)
     }
     made = methods.pop("__init__")
-    assert "_position" in made
+    assert "_queue" in made
     assert set().union(*methods.values()) <= made
 
 

@@ -39,7 +39,7 @@ from slipstream.protocol import access, reasons
 from slipstream.protocol.client import QueueClient, RunFinished
 from slipstream.protocol.config import ConfigError, RunConfig, load
 from slipstream.weight_sync.own_servers import vocabulary_size
-from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.weights.snapshot import NamedWeights, Score, pairs
 
 # Metrics of a step with a place of their own in `metrics.jsonl`.
@@ -193,7 +193,13 @@ class Run:
             raise RuntimeError("nothing is published yet, so no server samples: call publish() before batches()")
         if self._given is not None:
             self._given.close()
-        self._queue.wait_published()
+        try:
+            self._queue.wait_published()
+        except PublishError as error:
+            if "log-probs" not in str(error) or self._publisher.records:
+                raise
+            asked = "does score() return the log-probs at temperature 1 of the tokens after the first?"
+            raise PublishError(f"{asked} {error}") from None
         if self.step == 0:
             self._evaluator.wait_for_first()
         self._current = None
@@ -328,6 +334,8 @@ class Run:
         self._recorded += len(ended)
 
     def _finish(self) -> None:
+        if self.step < self.config.learner.steps:
+            self._progress.warn(f"the trainer left after step {self.step} of {self.config.learner.steps}: the run ends")
         with self._progress.phase(f"publishing version {self.version}"):
             self._queue.wait_published()
         self._record_publications()

@@ -61,6 +61,8 @@ def parameters_of(model: ModelSection) -> float | None:
 def find_unusual_rate(config: RunConfig) -> Finding | None:
     """Find a learning rate that is far from the usual ones for the model's size. Other optimisers than AdamW have other
     rates, of which nothing is known here."""
+    if config.learner.script is not None:
+        return None  # its optimiser is its own
     parameters = parameters_of(config.model)
     if parameters is None or "adamw" not in config.learner.optim:
         return None

@@ -31,6 +31,9 @@ WRONG_SETTING = 2
 # Exit code of a learner from which another one has taken the run.
 TAKEN_OVER = 76
 
+# Of a script that ends with 0 while the run is not finished.
+SCRIPT_LEFT = "before the run was finished: does learner.script call main(), and join() the run?"
+
 # Exit codes of a process that was stopped on purpose.
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
@@ -117,7 +120,8 @@ class RestartPolicy:
             name: Name of the process.
             role: Role of the process.
             code: Exit code; 128 + n for signal n.
-            goes_on: Whether the queue says that the run is not finished; then a worker has no reason to end either.
+            goes_on: Whether the queue says that the run is not finished; then a worker, or a trainer of the user's own,
+                has no reason to end either.
             leaves: Whether it is a server that joined the run, which ends with 0 once it was removed from it.
             lost: Whether it is a learner that has lost one of its ranks.
         """
@@ -126,6 +130,8 @@ class RestartPolicy:
             return Done()
         if code == 0 and role in ("worker", "learner") and not goes_on:
             return Done()
+        if code == 0 and role == "learner":
+            return Over(1, SCRIPT_LEFT, self._to_go_on())
         code = code or 1
         if role == "learner" and code == TAKEN_OVER:
             return Elsewhere()
@@ -257,8 +263,10 @@ class ProcessKeeper:
             self._terminal.pass_on()
             if program.role == "worker" and code:
                 await self._while_given_up(http)
-            # A worker ends with 0 when the run is finished, but a tool may end its process with 0 too.
-            goes_on = program.role == "worker" and code == 0 and await self._goes_on(http)
+            # A worker ends with 0 when the run is finished, but a tool may end its process with 0 too, and so may a
+            # script that never joined.
+            may_go_on = program.role == "worker" or (program.role == "learner" and self._config.learner.script)
+            goes_on = bool(may_go_on) and code == 0 and await self._goes_on(http)
             match self._policy.ended(name, program.role, code, goes_on, program.leaves, lost is not None):
                 case Done():
                     self._terminal.say(f"{name} is done")

@@ -49,9 +49,15 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
             f"--run.name {name}-2"
         )
     if not resume and steps:
+        own = config.learner.script is not None
+        how = (
+            "; go on from your script's own checkpoint by --resume"
+            if own
+            else ", without a checkpoint; begin again at its first step by --resume"
+        )
         raise ConfigError(
-            f"run.name = {name}: {folder} already holds a run of {steps} steps, without a checkpoint; begin again at "
-            f"its first step by --resume, or choose another name: --run.name {name}-2"
+            f"run.name = {name}: {folder} already holds a run of {steps} steps{how}, or "
+            f"choose another name: --run.name {name}-2"
         )
 
 
@@ -59,6 +65,10 @@ def to_go_on(config: RunConfig) -> str:
     """Say what to do after the learner has failed."""
     if has_checkpoint(config):
         return "go on from its newest checkpoint with --resume"
+    if _steps(config) and config.learner.script is not None:
+        return (
+            "mend it and start again with --resume: it goes on from the checkpoint whose step it gives to join(step=)"
+        )
     if _steps(config):
         return "it made no checkpoint: begin again at its first step with --resume"
     return "fix it and start again: it made no step, so the run's name is free"

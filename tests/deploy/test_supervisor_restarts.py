@@ -171,6 +171,16 @@ def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage)
     assert "worker-0 ended with code 0; starting it again in 0.1 s" in result.stderr
 
 
+def test_a_script_that_returns_before_it_joined_is_no_success(stage: Stage) -> None:
+    stage.play(queue=f"sleep 300 & {sys.executable} -I -S unfinished.py {stage.ports['queue']}")
+    (stage.folder / "unfinished.py").write_text(UNFINISHED, encoding="utf-8")
+    (stage.folder / "train.py").write_text("", encoding="utf-8")
+    stage.play(learner=f"{stage.waits_for('queue')}; exit 0")
+    result = stage.run("--learner.script", str(stage.folder / "train.py"))
+    assert result.returncode == 1
+    assert "learner ended with code 0 before the run was finished: does learner.script call main()" in result.stderr
+
+
 # A queue whose run is finished once the file `finished` is there, and stands still before.
 TAKEN = ANSWERING.replace("import socket, sys", "import os, socket, sys").replace(
     'b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n"',

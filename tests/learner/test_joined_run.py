@@ -19,11 +19,15 @@ from slipstream.learner.report.records import StepRecord
 from slipstream.protocol.client import QueueError
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.messages import Group, Ticket
-from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.publisher import Publisher, PublishError
 from tests.kit.config import LEARNER, config
 from tests.kit.live_queue import LivePublisher, LiveQueue, live_queue, of_row
 
 WEIGHTS = {"w": torch.ones(2)}
+
+
+class Left(Exception):
+    """Leaves a run that is not to be finished."""
 
 
 def score(token_ids: list[int]) -> list[float]:
@@ -242,3 +246,36 @@ def test_a_script_takes_run_file_and_settings_from_its_command_line(
     run = slipstream.join()
     assert run.config.learner.steps == 7
     assert run.config.learner.script == str(tmp_path / "trainer.py")
+
+
+def test_a_first_publication_that_is_not_proven_asks_about_the_score(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path)
+
+    def fails() -> None:
+        raise PublishError("after version 0 its log-probs of the probe differ by 2.8")
+
+    with live_queue(here) as queue, contextlib.suppress(Left), joined(here, queue) as (run, publisher):
+        run.publish(WEIGHTS, score)
+        publisher.records.clear()
+        publisher.wait = fails  # type: ignore[method-assign]
+        with pytest.raises(PublishError, match=r"does score\(\) return .* differ by 2\.8"):
+            run.batches()
+        raise Left
+
+
+def test_a_module_in_place_of_its_weights_is_refused_with_what_to_give(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path)
+    with live_queue(here) as queue, contextlib.suppress(Left), joined(here, queue) as (run, _):
+        with pytest.raises(TypeError, match=r"a module, Linear: give it model\.named_param"):
+            run.publish(torch.nn.Linear(2, 2), score)  # type: ignore[arg-type]
+        raise Left
+
+
+def test_leaving_before_the_last_step_is_said(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = settings(model_path, tmp_path)
+    with live_queue(here) as queue, joined(here, queue) as (run, _):
+        run.publish(WEIGHTS, score)
+        run.commit(next(run.batches()))
+    assert "the trainer left after step 1 of 4: the run ends" in caplog.text + "".join(capsys.readouterr())

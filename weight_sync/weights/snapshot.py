@@ -77,7 +77,9 @@ NamedWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def pairs(weights: NamedWeights) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return names and tensors of a mapping too."""
+    """Return names and tensors of a mapping too. Raises `TypeError` for a module."""
+    if isinstance(weights, torch.nn.Module):
+        raise TypeError(f"publish() was given a module, {type(weights).__name__}: give it model.named_parameters()")
     return weights.items() if isinstance(weights, Mapping) else weights
 
 

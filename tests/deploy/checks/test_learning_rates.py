@@ -55,6 +55,11 @@ def test_other_optimisers_have_rates_of_their_own() -> None:
     assert find_unusual_rate(config(model={"path": "a/m-1B"}, learner=settings)) is None
 
 
+def test_a_trainer_of_the_users_own_has_rates_of_its_own() -> None:
+    settings = {"learning_rate": 0.3, "script": "train.py"}
+    assert find_unusual_rate(config(model={"path": "a/m-1B"}, learner=settings)) is None
+
+
 def test_the_table_of_the_docs_has_the_same_rates() -> None:
     text = DOCS.read_text("utf-8")
     for row in TABLE:

@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.deploy.run.process_keeper import (
     MAX_PAUSE_S,
+    SCRIPT_LEFT,
     STEADY_AFTER_S,
     TAKEN_OVER,
     Again,
@@ -118,6 +119,12 @@ def test_one_child_does_not_use_up_the_restarts_of_another() -> None:
     for name in ("worker-0", "worker-1"):
         policy.up(name)
         assert policy.ended(name, "worker", 1) == Again(1, 1)
+
+
+def test_a_script_that_ends_before_the_run_is_finished_has_failed() -> None:
+    policy = RestartPolicy(1, lambda: RESUME, lambda: 0.0)
+    policy.up("learner")
+    assert policy.ended("learner", "learner", 0, goes_on=True) == Over(1, SCRIPT_LEFT, RESUME)
 
 
 def test_a_server_that_was_removed_from_its_run_is_done_and_one_that_failed_is_not() -> None:

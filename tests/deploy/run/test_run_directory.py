@@ -84,6 +84,14 @@ def test_resume_is_advised_only_where_there_is_something_to_resume(
     assert run_directory.to_go_on(holding(run_file, store=store, checkpoint=checkpoint)) == says
 
 
+def test_after_a_trainer_of_the_users_own_the_step_of_its_own_checkpoint_is_named(run_file: Path) -> None:
+    config = holding(run_file, store=7)
+    own = config.model_copy(update={"learner": config.learner.model_copy(update={"script": "train.py"})})
+    assert run_directory.to_go_on(own).endswith("from the checkpoint whose step it gives to join(step=)")
+    with pytest.raises(ConfigError, match=r"a run of 7 steps; go on from your script's own checkpoint by --resume, or"):
+        run_directory.check_run_directory(own, resume=False)
+
+
 def test_a_start_that_made_no_step_leaves_the_name_free_and_its_logs_behind(run_file: Path) -> None:
     for number in (1, 2):
         config = load(run_file)

@@ -98,6 +98,7 @@ class _Step:
     Attributes:
         wait_s: Seconds until it came.
         trains_from: When it came, of `time.perf_counter`.
+        number: The `TokenBatch.number` under which it was given out.
         ended: Whether it was committed or skipped.
     """
 
@@ -105,6 +106,7 @@ class _Step:
     feeder: Feeder
     wait_s: float
     trains_from: float
+    number: int
     ended: bool = False
 
 
@@ -132,10 +134,15 @@ class Run:
         self._session: QueueSession | None = None
         self._given: Generator[TokenBatch, None, None] | None = None
         self._current: _Step | None = None
+        self._numbered = 0
+        self._entered = False
         self._blocked_s = 0.0
         self._recorded = 0
 
     def __enter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("the run was joined already: call slipstream.join() again for another session")
+        self._entered = True
         config = self.config
         with ExitStack() as opened:
             self._progress = opened.enter_context(
@@ -221,7 +228,8 @@ class Run:
                 except RunFinished:
                     return
                 came = time.perf_counter()
-                self._current = _Step(batch, feeder, came - began, came)
+                self._numbered += 1
+                self._current = _Step(batch, feeder, came - began, came, self._numbered)
                 yield self._tokens(batch)
 
     def commit(self, batch: TokenBatch, metrics: Mapping[str, float] | None = None) -> None:
@@ -309,11 +317,7 @@ class Run:
 
     def _take(self, batch: TokenBatch) -> _Step:
         current = self._current
-        if (
-            current is None
-            or current.ended
-            or (batch.step, batch.version) != (current.batch.step, current.batch.version)
-        ):
+        if current is None or current.ended or batch.number != current.number:
             raise RuntimeError(f"step {batch.step}: this is not the batch that batches() gave last, or it has ended")
         return current
 
@@ -326,6 +330,7 @@ class Run:
             batch.rollouts.rewards,
             batch.advantages,
             normaliser(batch.rollouts, self.config.rollout.max_episode_tokens),
+            number=self._numbered,
         )
 
     def _record_publications(self) -> None:

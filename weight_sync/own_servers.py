@@ -65,14 +65,18 @@ class Servers:
         )
         self._publisher.session, self._publisher.run_id = 1, uuid.uuid4().hex
         self._published = 0
+        self._newest: int | None = None
+        self._open = False
 
     def __enter__(self) -> Self:
         self._publisher.__enter__()
+        self._open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._open = False
         self._publisher.__exit__(kind, error, trace)
 
     def publish(self, version: int, weights: NamedWeights, score: Score) -> None:
@@ -88,11 +92,16 @@ class Servers:
 
         Raises:
             PublishError: The first version reached no server, or every server failed several times.
-            ValueError: The scores are not T - 1 finite numbers.
+            ValueError: The scores are not T - 1 finite numbers, or the version is not above the one before.
+            RuntimeError: The `with` block is not entered, or was left.
         """
+        self._check_open()
+        if self._newest is not None and version <= self._newest:
+            raise ValueError(f"version {version} is not above {self._newest}, the one that was published before")
         ids = probe_token_ids(self._vocabulary, self._published, self._config.run.seed)
         self._publisher.publish(version, pairs(weights), Probe.taken(ids, score))
         self._published += 1
+        self._newest = version
 
     def wait(self) -> PublishRecord | None:
         """Wait until the newest version is served: proven on `weight_sync.quorum` servers, or given up.
@@ -102,10 +111,15 @@ class Servers:
             log-prob. None where none did.
 
         Raises:
-            PublishError: As `publish`.
+            PublishError, RuntimeError: As `publish`.
         """
+        self._check_open()
         self._publisher.wait()
         return self._publisher.records[-1] if self._publisher.records else None
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("the servers are not followed: use them in `with slipstream.servers(...) as fleet:`")
 
 
 def servers(

@@ -41,6 +41,7 @@ class TokenBatch:
     Attributes:
         step: The optimiser step that trains the batch, from 1.
         version: The version of the weights before that step, which makes `version + 1`.
+        number: Of the batch among those that were given out; one that replaces a skipped batch has another.
     """
 
     step: int
@@ -55,6 +56,7 @@ class TokenBatch:
     rewards: torch.Tensor
     rollouts: torch.Tensor
     groups: torch.Tensor
+    number: int = 0
 
     @classmethod
     def of(
@@ -65,11 +67,13 @@ class TokenBatch:
         rewards: npt.NDArray[np.float64],
         advantages: npt.NDArray[np.float32],
         weights: npt.NDArray[np.float64],
+        number: int = 0,
     ) -> Self:
         """Pad the sequences of a step.
 
         Args:
             rewards, advantages, weights: [S], of each rollout; `weights` is the weight of one of its tokens.
+            number: As the attribute.
         """
 
         def padded(values: Sequence[npt.NDArray[Any]], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
@@ -91,6 +95,7 @@ class TokenBatch:
             rewards=torch.from_numpy(rewards[rollouts]).float(),
             rollouts=torch.from_numpy(rollouts),
             groups=torch.tensor([sample.group for sample in samples]),
+            number=number,
         )
 
     def __len__(self) -> int:

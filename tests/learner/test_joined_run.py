@@ -124,6 +124,26 @@ def test_a_batch_that_is_skipped_makes_no_version_and_its_groups_are_dropped(mod
     assert (status.ledger.trained, status.drops["step_not_finite"]) == (2, 2)
 
 
+def test_i1_a_batch_that_was_skipped_cannot_be_committed_in_place_of_the_next(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"steps": 1})
+    with live_queue(here) as queue, joined(here, queue) as (run, _):
+        run.publish(WEIGHTS, score)
+        batches = run.batches()
+        skipped = next(batches)
+        run.skip(skipped)
+        batch = next(batches)
+        with pytest.raises(RuntimeError, match="not the batch"):
+            run.commit(skipped)
+        run.commit(next(batch.split(1)).to("cpu"))
+        assert run.step == 1
+
+
+def test_a_run_is_entered_once(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"steps": 1})
+    with live_queue(here) as queue, joined(here, queue) as (run, _), pytest.raises(RuntimeError, match="already"), run:
+        pytest.fail("it would begin a second session")
+
+
 @pytest.mark.parametrize(("every", "published"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
 def test_a_publication_is_made_when_it_is_due(
     every: int, published: list[int], model_path: Path, tmp_path: Path

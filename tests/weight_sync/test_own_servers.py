@@ -87,6 +87,29 @@ def test_scores_of_another_length_are_refused_before_anything_is_sent() -> None:
         assert fleet.wait() is None
 
 
+def test_a_version_that_is_not_above_the_one_before_is_refused() -> None:
+    with fakes(FakeVllm()) as urls, own(urls, quorum=1) as fleet:
+        fleet.publish(5, WEIGHTS, score)
+        for version in (5, 3):
+            with pytest.raises(ValueError, match=f"version {version} is not above 5"):
+                fleet.publish(version, WEIGHTS, score)
+        record = fleet.wait()
+        assert record is not None
+        assert record.version == 5
+
+
+def test_outside_of_the_with_block_nothing_is_published_or_waited_for() -> None:
+    fleet = own(["http://127.0.0.1:9"])
+    with pytest.raises(RuntimeError, match="with"):
+        fleet.publish(1, WEIGHTS, score)
+    with fleet:
+        pass
+    with pytest.raises(RuntimeError, match="with"):
+        fleet.publish(1, WEIGHTS, score)
+    with pytest.raises(RuntimeError, match="with"):
+        fleet.wait()
+
+
 async def test_the_registry_keeps_what_a_change_does_not_name() -> None:
     registry = LocalRegistry(["http://a/"])
     (server,) = await registry.servers()

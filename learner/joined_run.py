@@ -246,7 +246,7 @@ class Run:
             ValueError: A metric is no number.
         """
         current = self._take(batch)
-        given = {name: _number(name, value) for name, value in (metrics or {}).items()}
+        given = {str(name): _number(name, value) for name, value in (metrics or {}).items()}
         loss, grad_norm, rate, entropy = (given.pop(name, None) for name in _OWN_PLACE)
         now, cpu = time.perf_counter(), time.process_time()
         step_s, cpu_s, self._ended, self._cpu = now - self._ended, cpu - self._cpu, now, cpu
@@ -262,7 +262,7 @@ class Run:
             weight_sync=self._reports.weight_sync(),
         )
         self._queue.acknowledge(current.feeder, of, record.report(self._publisher.in_flight))
-        current.ended = True
+        current.ended, self._blocked_s = True, 0.0
         self._reports.step(record, of.samples)
         self._reports.show(record, of.samples, self._evaluator.records)
 
@@ -371,7 +371,10 @@ def _check(config: RunConfig) -> None:
 
 
 def _number(name: str, value: float) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"metrics[{name!r}] = {value}: give a finite number, or skip() a batch that cannot be trained")
     return number

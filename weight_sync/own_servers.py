@@ -151,6 +151,8 @@ def servers(
         ConfigError: A setting is wrong, or the model's configuration cannot be read.
     """
     urls = [urls] if isinstance(urls, str) else list(urls)
+    if not urls:
+        raise ConfigError("slipstream.servers([]): give the URL of at least one vLLM server")
     given: dict[tuple[str, str], Any] = {
         ("model", "path"): model,
         ("model", "dtype"): dtype,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SEEN_WITHIN_S = 5.0
+SEEN_WITHIN_S = 20.0  # on a busy machine too; a quiet one shows it within two
 SILENT_S = 2.0
 RUN = Fingerprint("1", "t", "c", {}, rows=1000, data="d")
 BANNER = "document.querySelector('.banner')"

@@ -135,14 +135,11 @@ class Run:
         self._given: Generator[TokenBatch, None, None] | None = None
         self._current: _Step | None = None
         self._numbered = 0
-        self._entered = False
         self._blocked_s = 0.0
-        self._recorded = 0
 
     def __enter__(self) -> Self:
-        if self._entered:
+        if self._session is not None:
             raise RuntimeError("the run was joined already: call slipstream.join() again for another session")
-        self._entered = True
         config = self.config
         with ExitStack() as opened:
             self._progress = opened.enter_context(
@@ -251,6 +248,7 @@ class Run:
         now, cpu = time.perf_counter(), time.process_time()
         step_s, cpu_s, self._ended, self._cpu = now - self._ended, cpu - self._cpu, now, cpu
         of = current.batch
+        self._record_publications()
         record = StepRecord(
             step=of.step,
             version=of.version + 1,
@@ -334,9 +332,7 @@ class Run:
         )
 
     def _record_publications(self) -> None:
-        ended = self._publisher.records[self._recorded :]
-        self._reports.publications(ended, offset=self.version - self.step)
-        self._recorded += len(ended)
+        self._reports.publications(self._publisher.records, self._queue.position)
 
     def _finish(self) -> None:
         if self.step < self.config.learner.steps:

@@ -103,8 +103,6 @@ class Loop:
         self._callbacks = session.callbacks
         self._keeper = session.keeper
         self._queue = session.queue
-        # Number of the publisher's records that were reported.
-        self._recorded = 0
         # Whether an adapter is published by itself; None: not decided yet.
         self._alone: bool | None = None
 
@@ -271,9 +269,7 @@ class Loop:
         self._evaluator.ask_if_due(self._queue.position.step, self._queue.published, wanted)
 
     def _record_publications(self) -> None:
-        ended = self._publisher.records[self._recorded :]
-        self._reports.publications(ended, offset=self._queue.position.version - self._queue.position.step)
-        self._recorded += len(ended)
+        self._reports.publications(self._publisher.records, self._queue.position)
 
 
 def adapter_published_alone(

@@ -36,9 +36,8 @@ class LocalRegistry:
 
     async def put_server(self, server: Server, session: int | None = None) -> Server:
         known = self._servers[server.name]
-        version = None if server.state is ServerState.JOINING else server.version
-        if version is None and server.state is not ServerState.JOINING:
-            version = known.version
+        held = known.version if server.version is None else server.version
+        version = None if server.state is ServerState.JOINING else held
         proof = server.proof or known.proof
         noted = msgspec.structs.replace(server, version=version, proof=proof, changed_at=time.time())
         self._servers[server.name] = noted

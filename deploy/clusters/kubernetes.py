@@ -405,8 +405,7 @@ def _learner_template(run: _Run) -> Manifest:
         command = [
             "torchrun",
             *(f"--{name}={value}" for name, value in options.items()),
-            "-m",
-            "slipstream.learner",
+            *("-m", "slipstream.learner"),
             *words,
         ]
     container = {

@@ -15,6 +15,7 @@ from slipstream.learner.report.summary import Curve, sparkline
 from slipstream.learner.report.tracking import CLOSE_S, Tracking
 from slipstream.protocol import checkpoints, history
 from slipstream.protocol.config import RunConfig
+from slipstream.protocol.messages import RunPosition
 from slipstream.protocol.rollouts import FILE_NAME as ROLLOUTS
 from slipstream.protocol.rollouts import RolloutView
 from slipstream.protocol.status import Status
@@ -38,6 +39,7 @@ class Reports:
         self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, step, warn=progress.warn)
         self._curve = Curve(config.run_dir / "reward.png")
         self._newest: PublishRecord | None = None
+        self._publications_seen = 0
         self._warns_of_sampler = not config.rollout.accept_sampler_mismatch
         self._warns_of_experts = True
 
@@ -72,15 +74,17 @@ class Reports:
             self._progress.show_rollout(samples[0])
         self._curve.grow(self._steps.records, evaluations)
 
-    def publications(self, ended: Sequence[PublishRecord], offset: int) -> None:
-        """Write publications that have ended.
+    def publications(self, ended: Sequence[PublishRecord], position: RunPosition) -> None:
+        """Write the publications that have ended since the last call.
 
         Args:
-            offset: Versions minus the steps that made them.
+            ended: Those of the session, in the order in which they ended.
         """
-        for publication in ended:
+        offset = position.version - position.step
+        for publication in ended[self._publications_seen :]:
             self._publications.append(PublicationRecord(publication.version - offset, publication))
             self._newest = publication
+        self._publications_seen = len(ended)
 
     def weight_sync(self) -> dict[str, float]:
         """Return metrics of the newest publication for a step's line, each once; empty where none is new."""

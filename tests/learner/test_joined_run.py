@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,6 +137,16 @@ def test_i1_a_batch_that_was_skipped_cannot_be_committed_in_place_of_the_next(mo
             run.commit(skipped)
         run.commit(next(batch.split(1)).to("cpu"))
         assert run.step == 1
+
+
+def test_a_publication_that_ends_during_a_step_stands_in_its_line(model_path: Path, tmp_path: Path) -> None:
+    here = settings(model_path, tmp_path, learner={"steps": 1})
+    with live_queue(here) as queue, joined(here, queue) as (run, publisher):
+        run.publish(WEIGHTS, score)
+        for batch in run.batches():
+            publisher.records += [replace(publisher.records[0], pause_s=7.5)]
+            run.commit(batch)
+    assert '"weight_sync/pause_s":7.5' in (here.run_dir / "metrics.jsonl").read_text()
 
 
 def test_a_run_is_entered_once(model_path: Path, tmp_path: Path) -> None:

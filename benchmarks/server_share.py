@@ -7,7 +7,9 @@ Then the same server, on the same core, is saturated by a plain client that asks
 of the record, each as often as it was asked for, and as many tokens as were sampled. Prompts of one group find each
 other in the prefix cache, those of an earlier pass do not, as after a publication. Tasks of one turn alone compare.
 
-Prints JSON: tokens a second of both, and their ratio `server_share`.
+Prints JSON: tokens a second of both, their ratio `server_share`, and `learner_waits`, the share of the run's time in
+which the learner waited for groups. Where it seldom waits, the learner is the limit, not the server; then
+`--learner.script benchmarks/publish_only.py` shows what publications alone take from the server.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ def run(run_file: Path, folder: Path, steps: int, settings: list[str]) -> Path:
     return folder / "share"
 
 
-def rate_of_run(run_dir: Path, first: int) -> float:
-    """Return sampled tokens a second from step `first` on, those of dropped groups included."""
+def rate_of_run(run_dir: Path, first: int) -> tuple[float, float]:
+    """Return sampled tokens a second from step `first` on, those of dropped groups included, and the share of the time
+    in which the learner waited."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     counted = [line for line in lines if line.get("step", 0) >= first]
-    return float(sum(line["tokens_sampled"] for line in counted) / sum(line["step_time"] for line in counted))
+    seconds = sum(line["step_time"] for line in counted)
+    return sum(line["tokens_sampled"] for line in counted) / seconds, sum(line["wait_s"] for line in counted) / seconds
 
 
 def turns_of_run(run_dir: Path) -> list[tuple[list[int], int]]:
@@ -108,10 +112,11 @@ def main() -> None:
     arguments, settings = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = run(arguments.run_file, Path(scratch), arguments.steps, settings)
-        of_run, turns = rate_of_run(run_dir, arguments.first), turns_of_run(run_dir)
+        (of_run, waits), turns = rate_of_run(run_dir, arguments.first), turns_of_run(run_dir)
         of_server = alone(load(run_dir / "run.toml"), turns)
     figures: dict[str, Any] = {"run_tokens_per_s": round(of_run, 1), "alone_tokens_per_s": round(of_server, 1)}
-    print(json.dumps({**figures, "server_share": round(of_run / of_server, 3), "rollouts": len(turns)}))
+    figures |= {"server_share": round(of_run / of_server, 3), "learner_waits": round(waits, 2)}
+    print(json.dumps({**figures, "rollouts": len(turns)}))
 
 
 if __name__ == "__main__":

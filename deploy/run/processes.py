@@ -29,6 +29,7 @@ from slipstream.protocol import access
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.config.load import SAME_TERMINAL
 from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, signal_group
+from slipstream.weight_sync.vllm.staging_cores import staging_environment
 
 # The role of a process, which is also the name of its command. A rank is one of the learner's but the first, where each
 # is started by itself.
@@ -94,6 +95,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
             cores = placement.servers if is_server else placement.others
             threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
             threads |= KEPT_PAGES if role == "learner" else {}
+            threads |= staging_environment([*placement.servers, *placement.others]) if is_server else {}
         command = [*SLIPSTREAM, role, str(run_file), *arguments]
         return Program(name, role, command, environment_of_role(config, role) | threads, cores, health, terminal)
 

@@ -27,7 +27,7 @@ from slipstream.weight_sync.weights.checksum import checksum_of
 from slipstream.weight_sync.weights.host_memory import HUGE, Reserve
 from slipstream.weight_sync.weights.manifest import Manifest, Rows, check_distinct, unwrapped
 
-LENGTH = 64
+LENGTH = 24
 WORDS = 2**16
 
 # The share of the bytes that each snapshot compares with the live weights, and its bounds: publications in a row take

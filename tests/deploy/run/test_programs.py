@@ -13,6 +13,7 @@ import pytest
 from slipstream.deploy.run import processes
 from slipstream.deploy.run.processes import Children, Program
 from slipstream.protocol.config import load
+from slipstream.weight_sync.vllm.staging_cores import STAGING_CORES
 from tests.deploy.stage import until
 
 RUN_FILE = Path("/the run/run.toml")
@@ -30,6 +31,8 @@ def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
         monkeypatch.setattr(processes, "on_cpu", lambda here=on_cpu: here)
         placed = {name: (p.cores, p.env.get("OMP_NUM_THREADS")) for name, p in of(run_file).items()}
         assert placed == {"queue": other, "vllm-0": server, "worker-0": other, "learner": other}
+        staging = {name: p.env[STAGING_CORES] for name, p in of(run_file).items() if STAGING_CORES in p.env}
+        assert staging == ({"vllm-0": "4,5,6,7"} if on_cpu else {})
 
 
 def test_the_password_of_the_queue_s_database_reaches_the_queue_and_the_check_alone(run_file: Path) -> None:

@@ -24,6 +24,7 @@ from slipstream.weight_sync.transports.receiver import Receiver, Share, Worker, 
 from slipstream.weight_sync.transports.registry import TRANSPORTS, of_backend
 from slipstream.weight_sync.vllm.engine import shadow_modules
 from slipstream.weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
+from slipstream.weight_sync.vllm.staging_cores import on_staging_cores
 from slipstream.weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ class Staging(threading.Thread):
         self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
+        with on_staging_cores():
+            self._stage_update()
+
+    def _stage_update(self) -> None:
         try:
             began = time.monotonic()
             shares = self._received()
@@ -141,8 +146,9 @@ class StagedEngine(WeightTransferEngine):
         assert name is not None
         module, _, cls = TRANSPORTS[name].worker.partition(":")
         make = getattr(import_module(module), cls)
-        for info in init_info.shares:
-            self._receivers.append(make(info, self.worker))
+        with on_staging_cores():
+            for info in init_info.shares:
+                self._receivers.append(make(info, self.worker))
 
     def start_weight_update(self) -> None:
         """Open an update. Raises RuntimeError while the thread of the one before still runs."""

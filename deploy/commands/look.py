@@ -125,7 +125,7 @@ def rollouts(
     ended = find_ended(config, time.time()) if queue is None else None
     how = "" if ended is None else f"run {config.run.name} {ended.describe(time.time())}"
     try:
-        found = find(config.run_dir, wanted, client, ask=queue is not None)
+        found = find(config.run_dir, wanted, client, queue is not None, None if queue else _checked_by(config, queue))
     except QueueError as error:
         if how and isinstance(error, Unreachable):
             left = f"rollouts of evaluations were in its queue alone; {EVALUATIONS} has their metrics"

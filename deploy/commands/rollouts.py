@@ -23,6 +23,7 @@ from slipstream.learner.report.rollouts import printable
 from slipstream.protocol.client import QueueClient, QueueError, Unreachable
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.rollouts import FILE_NAME, RolloutView, TrainedRollouts
+from slipstream.protocol.status import Status
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -71,7 +72,13 @@ class Wanted:
         return heapq.nsmallest(self.limit, candidates, key=lambda rollout: sign * rollout.reward)
 
 
-def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) -> list[RolloutView]:
+def find(
+    run_dir: Path,
+    wanted: Wanted,
+    client: QueueClient,
+    ask: bool = False,
+    checked: Callable[[Status], Status] | None = None,
+) -> list[RolloutView]:
     """Find rollouts in the run directory, or at the queue.
 
     Args:
@@ -79,9 +86,10 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
         wanted: Which rollouts.
         client: The queue, asked if the run has made no step or `ask` is set.
         ask: Whether to ask the queue in any case.
+        checked: Raises `ConfigError` for the status of a queue that serves another run, as `status.of_run`.
 
     Raises:
-        ConfigError: There are no rollouts of the wanted step.
+        ConfigError: There are no rollouts of the wanted step, or the queue serves another run.
         QueueError: The queue does not answer.
     """
     path, ask = run_dir / FILE_NAME, ask or wanted.evals
@@ -89,7 +97,7 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
         found, where = wanted.choose(_read(path)), str(path)
     else:
         try:
-            found, where = wanted.choose(asyncio.run(_ask(client, wanted))), client.url
+            found, where = wanted.choose(asyncio.run(_ask(client, wanted, checked))), client.url
         except QueueError as error:
             kind = Unreachable if isinstance(error, Unreachable) else QueueError
             if wanted.evals:
@@ -286,9 +294,11 @@ def _read(path: Path) -> Iterator[RolloutView]:
                     raise ConfigError(f"{path}: line {number} is not a rollout: {error}") from None
 
 
-async def _ask(client: QueueClient, wanted: Wanted) -> list[RolloutView]:
+async def _ask(client: QueueClient, wanted: Wanted, checked: Callable[[Status], Status] | None) -> list[RolloutView]:
     """Return rollouts in the order in which they came to the queue."""
     async with client:
+        if checked is not None:
+            checked(await client.status())
         if wanted.order == "worst" and wanted.step is None and wanted.role is None:
             return await client.rollouts(wanted.limit, worst=True, evals=wanted.evals)
         return (await client.rollouts(max(wanted.limit, WINDOW), evals=wanted.evals))[::-1]

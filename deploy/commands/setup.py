@@ -315,7 +315,9 @@ def _model_settings(model: str) -> dict[str, object]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        context = int(config.get("max_position_embeddings") or MAX_MODEL_LEN)
+        # A model that sees images has its language model's sizes in a part of their own.
+        text = config if "max_position_embeddings" in config else config.get("text_config") or {}
+        context = int(text.get("max_position_embeddings") or MAX_MODEL_LEN)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {file} cannot be read: {error}; save a model there") from None
     path = str(folder.absolute())

@@ -58,7 +58,9 @@ def test_a_model_whose_context_is_too_short_for_the_task_is_named(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], positions: int, warned: str | None
 ) -> None:
     own = shutil.copytree(model_folder, tmp_path / "model")
-    (own / "config.json").write_text(f'{{"model_type": "qwen3", "max_position_embeddings": {positions}}}')
+    sizes = f'{{"model_type": "qwen3", "max_position_embeddings": {positions}}}'
+    in_a_part = f'{{"model_type": "qwen3_vl", "text_config": {sizes}}}'
+    (own / "config.json").write_text(in_a_part if positions == 1024 else sizes)
     setup.write_task_files(tmp_path / "shop", str(own))
     err = capsys.readouterr().err
     assert ("warning" in err, warned is None or warned in err) == (warned is not None, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from fastapi import FastAPI, Response
 from rich.console import Console
 
 from slipstream.deploy.commands.rollouts import FILE_NAME, Wanted, find, follow, print_followed, render
+from slipstream.deploy.commands.status import of_run
 from slipstream.protocol import access
 from slipstream.protocol.client import QueueClient, QueueError
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import Status
 from tests.kit.ports import free_port
 from tests.kit.queue import listening
+from tests.kit.status import status
 
 NOBODY = QueueClient(f"http://127.0.0.1:{free_port()}", patience_s=0.0)
 
@@ -234,6 +238,18 @@ async def test_rollouts_of_evaluations_are_the_queues_although_there_is_a_file(q
 async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: str, tmp_path: Path) -> None:
     found = await asyncio.to_thread(find, written(tmp_path, view(9)), Wanted(1), QueueClient(queue), ask=True)
     assert [rollout.index for rollout in found] == [3]
+
+
+async def test_rollouts_of_a_queue_that_serves_another_run_are_not_shown(
+    queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def other(client: QueueClient) -> Status:
+        return status(run="other")
+
+    monkeypatch.setattr(QueueClient, "status", other)
+    checked = partial(of_run, run="mine", url=queue)
+    with pytest.raises(ConfigError, match="serves run other, not mine"):
+        await asyncio.to_thread(find, tmp_path, Wanted(1), QueueClient(queue), checked=checked)
 
 
 def test_where_there_is_neither_file_nor_queue_both_are_named(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def begin_session(
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
+    checkpoints.try_files(config.run_dir, trainer, checkpoints.Sources(config.model, config.chat.template))
     begin = start.session(
         config, checkpoint.info if checkpoint else None, resume, trainer.policy.vocabulary_size, after
     )

@@ -23,35 +23,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 
+from slipstream.learner.checkpoints.model_folder import Sources, copy_sources
 from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.training import optimiser
 from slipstream.learner.training.trainer import Trainer
 from slipstream.protocol import checkpoints as places
-from slipstream.protocol.config import ConfigError, ModelSection
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "tokenization*",  # Some tokenizers come with code.
-    "*.model",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-)
-
-GENERATION_FILES = ("generation_config.json",)
-
-# How a model that sees takes images.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+from slipstream.protocol.config import ConfigError
 
 # Folder with what ranks remember that hold parts of the weights.
 PARTS = "trainer"
-
-CHAT_TEMPLATE = "chat_template.jinja"
 
 _UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
 
@@ -78,19 +59,6 @@ class CheckpointInfo(msgspec.Struct):
     run: str = ""
     written_bytes: int = 0
     written_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Names the sources of the files beside the weights.
-
-    Attributes:
-        model: Names the tokenizer that the run uses.
-        chat_template: File that replaces the tokenizer's chat template; None to keep that.
-    """
-
-    model: ModelSection
-    chat_template: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -169,11 +137,30 @@ def save(
             _discard(final)
         unfinished.rename(final)
         _flush_one(home)
-    except (OSError, SafetensorError, RuntimeError) as error:  # libraries raise the last two on a full disk
+    except Exception as error:  # libraries raise many types, on a full disk too
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     prune(run_dir, keep, spared)
     return Checkpoint(final, info)
+
+
+def try_files(run_dir: Path, trainer: Trainer, sources: Sources) -> None:
+    """Write all of a checkpoint but its weights and optimiser, and delete it: a file that cannot be written is found
+    before the first step, and not after the work of hours.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    tried = places.folder(run_dir) / f"{_UNFINISHED}trial"
+    try:
+        shutil.rmtree(tried, ignore_errors=True)
+        tried.mkdir(parents=True)
+        trainer.policy.save_without_weights(tried / places.MODEL)
+        copy_sources(sources, tried / places.MODEL)
+    except Exception as error:
+        raise CheckpointError(f"no checkpoint of this model can be written to {tried.parent}: {error}") from error
+    finally:
+        shutil.rmtree(tried, ignore_errors=True)
 
 
 def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
@@ -242,25 +229,6 @@ def _sweep(home: Path) -> None:
     for prefix in (_UNFINISHED, _DISCARDED):
         for left in home.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def copy_sources(sources: Sources, target: Path) -> None:
-    """Copy the files that a server needs beside the weights, so that the checkpoint can be served as it is."""
-    model = sources.model
-    if sources.chat_template is not None:
-        shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)
-    _copy(model.tokenizer_path, model.tokenizer_revision, TOKENIZER_FILES, target)
-    _copy(model.path, model.revision, (*GENERATION_FILES, *PROCESSOR_FILES), target)
-
-
-def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: Path) -> None:
-    """Copy files of a model folder or hub name; files that are there already stay."""
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
-    for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        if path.is_file() and not (target / path.name).exists():
-            shutil.copyfile(path, target / path.name)
 
 
 def _random_state() -> dict[str, Any]:

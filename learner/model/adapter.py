@@ -126,10 +126,15 @@ class Adapter:
         state = {name: tensor.to("cpu").contiguous() for name, tensor in self.tensors().items()}
         save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
 
-    def save_merged(self, folder: Path) -> None:
-        """Write a model folder without a trace of the adapter. Copies the matrices to the host."""
-        whole = held(self._network, self._saved, self._dtype)
-        state = {name: whole.whole(tensor).to("cpu") for name, tensor in whole.tensors.items()}
+    def save_merged(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+        """Write a model folder without a trace of the adapter. Copies the matrices to the host.
+
+        Args:
+            state: Empty to write no weights; else it is the merged weights that are written.
+        """
+        if state is None or state:
+            whole = held(self._network, self._saved, self._dtype)
+            state = {name: whole.whole(tensor).to("cpu") for name, tensor in whole.tensors.items()}
         network = self._network
         # A quantised model would write its own weights instead.
         quantiser = getattr(network, "hf_quantizer", None)

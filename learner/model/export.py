@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ class Published:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
             yield name, self._held.whole(tensor)
+
+
+@contextmanager
+def writers_left_out(network: Any) -> Iterator[None]:
+    """Have `save_pretrained` write weights and code alone, inside.
+
+    Its writers of config.json and generation_config.json refuse values that its readers have taken.
+    """
+    with ExitStack() as stack:
+        for part in (network.config, getattr(network, "generation_config", None)):
+            if part is not None:
+                part.save_pretrained = lambda folder, **options: None
+                stack.callback(delattr, part, "save_pretrained")
+        yield
 
 
 def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:

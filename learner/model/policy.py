@@ -183,20 +183,22 @@ class Policy(torch.nn.Module):
         """Write a model folder with the weights as they are, an adapter merged, or with those in `state`.
 
         Its config.json names the servers' type: vLLM and `from_pretrained` use that one unless they are told another.
+        It holds no generation_config.json: the source's is copied (`checkpoints.model_folder`).
         """
-        if self.adapter is None:
-            self.model.save_pretrained(folder, state_dict=state)
-        else:
-            self.adapter.save_merged(folder)
-        self._name_served_type(folder / "config.json")
+        with export.writers_left_out(self.model):
+            if self.adapter is None:
+                self.model.save_pretrained(folder, state_dict=state)
+            else:
+                self.adapter.save_merged(folder, state)
+        self._write_config(folder / "config.json")
 
     def save_without_weights(self, folder: Path) -> None:
         """Write the files of a model folder beside the weights."""
         self.save(folder, {})
         (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # some releases write an empty one
 
-    def _name_served_type(self, path: Path) -> None:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+    def _write_config(self, path: Path) -> None:
+        facts = json.loads(self.model.config.to_json_string())
         facts.pop("quantization_config", None)
         served = str(self.precision.servers).removeprefix("torch.")
         for part in (facts, *(value for value in facts.values() if isinstance(value, dict))):

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from slipstream.deploy.servers.gpu_memory import checkpoint_bytes
 from slipstream.deploy.servers.model_shape import model_shape
 from slipstream.learner.algorithm.step_data import StepRollouts
-from slipstream.learner.checkpoints import checkpoint
-from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.checkpoints import checkpoint, model_folder
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
@@ -280,15 +280,104 @@ def test_a_checkpoint_of_a_model_that_sees_holds_its_image_processor(tmp_path: P
 def test_what_is_on_the_hub_is_taken_at_the_run_s_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, revision: str | None, ignore_patterns: list[str]) -> str:
         asked.append((name, revision))
+        assert "*.safetensors" in ignore_patterns
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(model_folder, "snapshot_download", snapshot_download)
     for tokenizer in (None, "org/tokenizer"):
         model = ModelSection(path="org/model", revision="abc", tokenizer=tokenizer)
         checkpoint.copy_sources(Sources(model), tmp_path)
-    assert asked == [("org/model", "abc"), ("org/model", "abc"), ("org/tokenizer", None), ("org/model", "abc")]
+    assert asked == [("org/model", "abc"), ("org/model", "abc"), ("org/tokenizer", None)]
+
+
+def saved_from(folder: Path, run_dir: Path, **files: Any) -> Path:
+    """Write files into a model's folder, train nothing, and return the model folder of its checkpoint."""
+    for name, content in files.items():
+        (folder / name.replace("__", "/")).write_text(json.dumps(content), encoding="utf-8")
+    model = ModelSection(path=str(folder))
+    trainer = Trainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION, 64)
+    checkpoint.try_files(run_dir, trainer, Sources(model))
+    assert not list((run_dir / "checkpoints").iterdir()), "a trial leaves nothing"
+    return checkpoint.save(run_dir, CheckpointInfo(1, 1), trainer, Sources(model), keep=1).model_path
+
+
+@pytest.fixture
+def own_model(model_path: Path, tmp_path: Path) -> Path:
+    """A copy of the model's folder, to be changed."""
+    return Path(shutil.copytree(model_path, tmp_path / "own"))
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [{"top_k": 20}, {"temperature": 0.6, "top_p": 0.95}, {"min_p": 0.1}, {"pad_token_id": -1}, {"num_beams": 0}],
+    ids=str,
+)
+def test_what_transformers_reads_and_refuses_to_write_is_copied(
+    own_model: Path, tmp_path: Path, generation: dict[str, Any]
+) -> None:
+    path = own_model / "generation_config.json"
+    path.write_text(json.dumps(generation), encoding="utf-8")
+    saved = saved_from(own_model, tmp_path)
+    assert json.loads((saved / "generation_config.json").read_bytes()) == generation
+
+
+def test_generation_settings_in_the_model_s_config_are_kept_there(own_model: Path, tmp_path: Path) -> None:
+    (own_model / "generation_config.json").unlink(missing_ok=True)
+    facts = json.loads((own_model / "config.json").read_bytes())
+    saved = saved_from(own_model, tmp_path, **{"config.json": {**facts, "temperature": 0.5, "top_k": 3}})
+    assert json.loads((saved / "config.json").read_bytes())["temperature"] == 0.5
+    assert not (saved / "generation_config.json").exists()
+
+
+def test_a_config_keeps_the_keys_of_its_source_and_names_the_served_type_under_both_names(
+    own_model: Path, tmp_path: Path
+) -> None:
+    facts = json.loads((own_model / "config.json").read_bytes())
+    facts.pop("rope_parameters", None)
+    given = {**facts, "rope_theta": 1_000_000.0, "torch_dtype": "float16", "my_own_key": {"a": [1]}}
+    saved = saved_from(own_model, tmp_path, **{"config.json": given})
+    written = json.loads((saved / "config.json").read_bytes())
+    assert (written["rope_theta"], written["my_own_key"]) == (1_000_000.0, {"a": [1]})
+    assert written["rope_parameters"]["rope_theta"] == 1_000_000.0
+    assert written["torch_dtype"] == written["dtype"]
+    again = load_policy(str(saved), ModelSection(path=str(saved)), Scoring(1.0, 16))
+    assert again.model.config.rope_parameters["rope_theta"] == 1_000_000.0
+
+
+def test_everything_beside_the_weights_is_copied_and_weights_are_not(own_model: Path, tmp_path: Path) -> None:
+    (own_model / "additional_chat_templates").mkdir()
+    kept = {
+        "tokenization_own.py": "from .own_vocabulary import WORDS",
+        "own_vocabulary.py": "WORDS = []",
+        "tekken.json": "{}",
+        "additional_chat_templates__rag.jinja": "{{ messages }}",
+        "LICENSE": "mine",
+    }
+    dropped = ("pytorch_model.bin", "model.gguf", "optimizer.pt", "pytorch_model.bin.index.json", "README.md")
+    for name in (*kept, *dropped):
+        (own_model / name.replace("__", "/")).write_text(kept.get(name, "{}"), encoding="utf-8")
+    saved = saved_from(own_model, tmp_path)
+    assert {name: (saved / name.replace("__", "/")).read_text(encoding="utf-8") for name in kept} == kept
+    assert not [name for name in dropped if (saved / name).exists()]
+
+
+def test_whatever_a_save_raises_is_a_checkpoint_error_before_the_first_step_as_well(
+    own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelSection(path=str(own_model))
+    trainer = Trainer(load_policy(str(own_model), model, Scoring(1.0, 16)), SECTION, 64)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise KeyError("a library's own")
+
+    monkeypatch.setattr(trainer.policy.model, "save_pretrained", refuse)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of this model can be written .*a library's own"):
+        checkpoint.try_files(tmp_path, trainer, Sources(model))
+    with pytest.raises(CheckpointError, match="a library's own"):
+        checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, Sources(model), keep=1)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 OWN_CODE = """

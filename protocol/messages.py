@@ -16,6 +16,10 @@ import numpy.typing as npt
 
 from slipstream.protocol.images import Image, ImagePlace
 
+# Share of the largest by which rewards may differ that are equal: far above float64's rounding of a sum, and below any
+# difference that a reward means.
+EQUAL_WITHIN = 1e-12
+
 SCHEMA_VERSION = 3
 
 FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
@@ -173,6 +177,12 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
         return sum(segment.sampled_tokens for segment in self.segments)
 
 
+def are_equal(rewards: npt.ArrayLike) -> bool:
+    """Return whether finite rewards are equal up to the rounding of sums: 0.1 + 0.2 and 0.3 are."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return values.size < 2 or bool(np.ptp(values) <= EQUAL_WITHIN * np.abs(values).max())
+
+
 class Group(msgspec.Struct, forbid_unknown_fields=True):
     """The rollouts of one prompt: the unit that advantages are computed over, those of each role by themselves, and
     that the queue stores.
@@ -207,7 +217,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     def is_flat(self) -> bool:
         """Whether the rewards of each role are all equal, so that comparing them teaches nothing."""
         return all(
-            len({self.rollouts[number].reward for number in numbers}) == 1 for numbers in self.by_role().values()
+            are_equal([self.rollouts[number].reward for number in numbers]) for numbers in self.by_role().values()
         )
 
     def versions(self) -> list[int]:

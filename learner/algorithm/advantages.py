@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from slipstream.learner.algorithm.step_data import Floats, StepRollouts
 from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.messages import are_equal
 
 
 class Advantage(ABC):
@@ -60,7 +61,7 @@ class Advantage(ABC):
         Args:
             group: At least one rollout.
         """
-        return bool(np.ptp(group.rewards) == 0)
+        return are_equal(group.rewards)
 
     def stays_flat(self, group: StepRollouts) -> bool:
         """Say whether a group is known to be flat before the step: with `kl_in_reward`, the KL will make equal rewards
@@ -188,7 +189,7 @@ class Gdpo(Advantage):
             for of, column, known in zip(normalised.T, rollouts.components.T, given.T, strict=True):
                 scored = members[known[members]]
                 values = column[scored]
-                if not _is_flat(values):
+                if not are_equal(values):
                     of[scored] = standardised(values, epsilon)
         sums = normalised @ rollouts.reward_weights
         scored = given.any(axis=1)
@@ -200,11 +201,7 @@ class Gdpo(Advantage):
     def is_flat(self, group: StepRollouts) -> bool:
         """Say whether every reward function that counts is flat: two of them may differ and their sum be the same."""
         counts = group.reward_weights != 0
-        return all(_is_flat(column[~np.isnan(column)]) for column in group.components.T[counts])
-
-
-def _is_flat(values: Floats) -> bool:
-    return len(values) < 2 or bool(np.ptp(values) == 0)
+        return all(are_equal(column[~np.isnan(column)]) for column in group.components.T[counts])
 
 
 ADVANTAGES: dict[str, type[Advantage]] = {

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slipstream.protocol.messages import Group, Rollout
+from slipstream.protocol.messages import Group, Rollout, are_equal
 from slipstream.protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_FAILED
 
 # The policy was cut off before it ended by itself: TRL's "clipped" completions.
@@ -83,7 +83,7 @@ class RolloutMetrics:
     def add(self, group: Group) -> None:
         """Add a group that arrived."""
         for numbers in group.by_role().values():
-            if len({group.rollouts[number].reward for number in numbers}) == 1:
+            if are_equal([group.rollouts[number].reward for number in numbers]):
                 self._flat += len(numbers)
         for rollout in group.rollouts:
             self._add(rollout)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ import numpy as np
 
 from slipstream.learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
 from slipstream.protocol.history import ends_of
+from slipstream.protocol.messages import EQUAL_WITHIN, are_equal
 from slipstream.protocol.status import Cause, Status
 
 if TYPE_CHECKING:
@@ -166,12 +168,18 @@ def nothing_learnt(steps: Sequence[StepRecord], diagnosis: Sequence[Cause]) -> s
     rewards = {step.counts.reward_mean for step in steps}
     if all(step.metrics.grad_norm == 0 for step in steps):
         found = f"the gradient was 0 in all of its {len(steps)} steps, so no step changed what the policy says"
-    elif len(rewards) == 1 and all(step.counts.reward_std == 0 for step in steps):
+    elif are_equal(list(rewards)) and not any(map(_rewards_differ, steps)):
         found = f"all rewards were {rewards.pop():g} in all of its {len(steps)} steps"
     else:
         return None
     why = diagnosis[0].text if diagnosis else "read what it said with `slipstream rollouts`, and look at its rewards"
     return f"nothing was learnt: {found}. {why[0].upper()}{why[1:]}"
+
+
+def _rewards_differ(step: StepRecord) -> bool:
+    """Tell whether rewards differ, in all or by one function: `gdpo` learns from functions whose sums are equal."""
+    spread = re.compile("reward_std|rewards/.+/std")
+    return any(value and value > EQUAL_WITHIN for name, value in step.flat().items() if spread.fullmatch(name))
 
 
 def write(run_dir: Path, summary: Summary) -> None:

@@ -84,6 +84,8 @@ NAN = float("nan")
         ([[1.0, 1.0], [3.0, 4.0]], [1.0, 0.0], True),
         ([[1.0, 1.0], [3.0, NAN]], [1.0, 1.0], True),
         ([[1.0, 1.0, NAN], [3.0, NAN, 4.0]], [1.0, 1.0], False),
+        ([[0.1 + 0.2, 0.3], [1e6 / 3, 1e6 - 2e6 / 3]], [1.0, 1.0], True),
+        ([[1e-9, 2e-9], [1.0, 1.0]], [1.0, 1.0], False),
     ],
 )
 def test_a_group_is_flat_for_gdpo_only_if_every_reward_function_is(
@@ -121,3 +123,9 @@ def test_a_normaliser_by_hand(name: str, expected: list[float | None]) -> None:
 def test_dr_grpo_is_the_distance_from_the_mean() -> None:
     dr_grpo = advantages.build(LearnerSection(advantage="dr_grpo"))
     assert dr_grpo(group([1.0, 2.0, 6.0])).tolist() == [-2.0, -1.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "batch"])
+def test_rewards_that_are_equal_up_to_rounding_give_no_gradient(name: str) -> None:
+    section = LearnerSection.model_validate({"advantage": name})
+    assert not advantages.build(section)(group([0.1 + 0.2, 0.3, 0.6 - 0.3])).any()

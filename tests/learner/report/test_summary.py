@@ -130,6 +130,16 @@ def test_a_run_that_taught_nothing_says_so_with_the_cause(
         assert "slipstream rollouts" in (summary.nothing_learnt(steps, []) or "")
 
 
+@pytest.mark.parametrize(("spread", "learnt"), [(0.0, False), (3e-17, False), (0.5, True)])
+def test_equal_sums_of_rewards_that_differ_one_by_one_may_teach(spread: float, learnt: bool) -> None:
+    """Advantage `gdpo` compares each reward function by itself."""
+    plain = step_record(1, 0.75)
+    found = {"rewards/short/std": spread, "rewards/right/std": spread}
+    counts = replace(plain.counts, reward_std=0.0, metrics=found)
+    step = replace(plain, counts=counts, metrics=replace(plain.metrics, grad_norm=3.0))
+    assert (summary.nothing_learnt([step], []) is None) is learnt
+
+
 def test_summary_has_every_field_that_is_promised_and_survives_an_empty_run(tmp_path: Path) -> None:
     result = summary.summarise([], [], status())
     summary.write(tmp_path, result)

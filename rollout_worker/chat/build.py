@@ -14,7 +14,11 @@ from typing import Any, TypeVar
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.rollout_worker.chat import renderer_settings
 from slipstream.rollout_worker.chat.base import ChatFormat
-from slipstream.rollout_worker.chat.format_check import check_answer_format, check_tool_format
+from slipstream.rollout_worker.chat.format_check import (
+    check_answer_format,
+    check_tool_format,
+    end_that_does_not_stop,
+)
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.chat.template import TemplateFormat
 from slipstream.rollout_worker.vision.processor import ImageProcessor
@@ -95,16 +99,29 @@ def build_chat_format(
         The format, with the system prompt if the config has one.
 
     Raises:
-        ConfigError: The model cannot use the format. With tools or answers, the format check must pass.
+        ConfigError: The model cannot use the format, or no turn would end. With tools or answers, the format check must
+            pass.
     """
     chat = _chosen(config, tools, tokenizer)
     if config.chat.system_prompt is not None:
         chat = WithSystemPrompt(chat, config.chat.system_prompt)
+    if not config.rollout.stop:
+        _check_stop(config, chat)
     if tools:
         _check(config, chat, tools)
     if answers:
         _check_answers(config, chat)
     return chat
+
+
+def _check_stop(config: RunConfig, chat: ChatFormat) -> None:
+    end = _proven(end_that_does_not_stop(chat))
+    if end is not None:
+        raise ConfigError(
+            f"model.path = {config.model.path}: its chat format ends a turn with {end!r}, and sampling stops at other "
+            f"ids alone ({chat.stop_token_ids}), so every turn would run to rollout.max_turn_tokens: add {end!r} to "
+            f"eos_token_id of generation_config.json, or set rollout.stop = [{end!r}]"
+        )
 
 
 def _check(config: RunConfig, chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> None:

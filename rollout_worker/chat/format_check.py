@@ -329,6 +329,29 @@ async def _reasoning_told(chat: ChatFormat, exchange: _Exchange) -> bool | None:
 _WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
 
 
+async def end_that_does_not_stop(chat: ChatFormat) -> str | None:
+    """Return the special token with which the format ends a turn, if it is none of the stop ids, nor a later one is.
+
+    A policy that writes the end of a turn as it has learnt it then goes on to its limit of tokens.
+    """
+    reply, after = _WORDS[1:3]
+    conversation = [_USER, {"role": "assistant", "content": reply}, {"role": "user", "content": after}]
+    try:
+        whole = await chat.render_ids(conversation, generation_prompt=False)
+    except PromptError:
+        return None
+    text = str(chat.tokenizer.decode(whole))
+    if not text.find(reply) < text.find(after):
+        return None
+    ends = next(count for count in range(len(whole) + 1) if reply in str(chat.tokenizer.decode(whole[:count])))
+    next_turn = next(count for count in range(len(whole) + 1) if after in str(chat.tokenizer.decode(whole[:count])))
+    between = whole[ends:next_turn]
+    if set(between) & set(chat.stop_token_ids):
+        return None
+    special = set(chat.tokenizer.all_special_ids) | set(chat.tokenizer.added_tokens_decoder)
+    return next((str(chat.tokenizer.decode([token])) for token in between if token in special), None)
+
+
 @dataclass(frozen=True, slots=True)
 class AnswersProof:
     """Holds the findings of the check of answers on made-up conversations.

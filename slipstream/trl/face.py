@@ -20,6 +20,9 @@ from slipstream.trl.translate import Translation
 
 CARD = "README.md"
 
+# Folder of the whole model, in that of an adapter.
+MERGED = "merged"
+
 
 class Face:
     """The part of a trainer that reads the run directory.
@@ -162,8 +165,9 @@ class Face:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Copy the newest checkpoint's model to `output_dir`, by default the run directory.
 
-        With `load_best_model_at_end` it is the best checkpoint's. An adapter is merged into the model, and copied to
-        `adapter/` as well. Before the first checkpoint, `model` and `processing_class` are saved as they are.
+        With `load_best_model_at_end` it is the best checkpoint's. Of a run with `peft_config` it is the adapter with
+        the tokenizer, as TRL saves it and `AutoPeftModelForCausalLM` loads it; `merged/` holds the whole model. Before
+        the first checkpoint, `model` and `processing_class` are saved as they are.
         """
         if loading_a_task() is not None:
             return
@@ -172,10 +176,15 @@ class Face:
             self.model.save_pretrained(target)
             self.processing_class.save_pretrained(target)
             return
-        newest = found / checkpoints.MODEL
-        shutil.copytree(newest, target, dirs_exist_ok=True)
-        if (adapter := newest.parent / checkpoints.ADAPTER).is_dir():
-            shutil.copytree(adapter, target / checkpoints.ADAPTER, dirs_exist_ok=True)
+        adapter = found / checkpoints.ADAPTER
+        if not adapter.is_dir():
+            shutil.copytree(found / checkpoints.MODEL, target, dirs_exist_ok=True)
+            return
+        shutil.copytree(found / checkpoints.MODEL, target / MERGED, dirs_exist_ok=True)
+        # A config.json in the same folder would make it a whole model to transformers.
+        whole = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
+        shutil.copytree(found / checkpoints.MODEL, target, dirs_exist_ok=True, ignore=whole)
+        shutil.copytree(adapter, target, dirs_exist_ok=True)
 
     @without_frames
     def create_model_card(

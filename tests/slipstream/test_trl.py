@@ -17,8 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slipstream import script as script_module
 from slipstream.deploy.run import run_directory
@@ -88,6 +91,34 @@ def test_save_model_takes_the_newest_by_number_or_the_best(tmp_path: Path, wants
     checkpoints.write_best(trainer.run_dir, Best(999_998, 0.5))
     trainer.save_model(tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_text() == saved
+
+
+def test_what_save_model_copies_of_an_adapter_is_loaded_as_trl_s(tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, num_key_value_heads=1, head_dim=8, **shape))
+    base.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(str(tmp_path / "base"), accuracy, GRPOConfig(str(tmp_path / "mine")), ROWS, peft_config=lora)
+    save_checkpoints(trainer.run_dir, 3)
+    checkpoint = trainer.run_dir / "checkpoints" / "step-000003"
+    model = peft.get_peft_model(Qwen3ForCausalLM.from_pretrained(tmp_path / "base"), lora)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    model.save_pretrained(checkpoint / "adapter")
+    wanted = model(torch.arange(8)[None]).logits
+    merged = model.merge_and_unload()
+    merged.save_pretrained(checkpoint / "model")
+    (checkpoint / "model" / "tokenizer_config.json").write_text("{}")
+
+    trainer.save_model(tmp_path / "out")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    whole = Qwen3ForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    for each in (loaded, whole):
+        torch.testing.assert_close(each(torch.arange(8)[None]).logits, wanted, atol=1e-5, rtol=1e-4)
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 from slipstream.protocol import checkpoints
 from slipstream.protocol.config import ConfigError
 
-# Suffix of the folder, beside the run directory, of a model that a script gives as an object.
-SAVED = ".model"
+# Suffixes of the folders, beside the run directory, of a model that a script gives as an object, and of a tokenizer or
+# processor that it has changed.
+SAVED, TOKENIZER = ".model", ".tokenizer"
 
 
 def load_policy(base: str, checkpoint: Path | None, settings: dict[str, Any], lora: Any) -> Any:
@@ -49,6 +51,36 @@ def load_processing_class(path: str, trust_remote_code: bool) -> Any:
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def is_changed(processing_class: Any, path: str, trust_remote_code: bool) -> bool:
+    """Tell whether a tokenizer or processor differs, in what a run reads of it, from the one that `path` names."""
+    try:
+        original = load_processing_class(path, trust_remote_code)
+    except Exception:  # of a name that is none: the object was made by the script
+        return True
+    return _facts(processing_class) != _facts(original)
+
+
+def _facts(processing_class: Any) -> list[Any]:
+    """Return vocabulary, special tokens, template and processing of images; padding is of no use to a run."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    whole = {} if backend is None else json.loads(backend.to_str())
+    parts = {name: part for name, part in whole.items() if name not in ("padding", "truncation")}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+    images = getattr(processing_class, "image_processor", None)
+    templates = [getattr(each, "chat_template", None) for each in (processing_class, tokenizer)]
+    return [parts or tokenizer.get_vocab(), special, templates, images and images.to_dict()]
+
+
+def save_processing_class(processing_class: Any, folder: Path) -> None:
+    """Save a tokenizer or processor that a script has changed, for the processes of the run to load."""
+    aside = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    processing_class.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.replace(folder)
 
 
 def check_object(model: Any, kind: str) -> None:

@@ -27,7 +27,15 @@ from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Con
 from slipstream.trl.evaluation import only_evaluated, read_rollouts, rollouts_task
 from slipstream.trl.face import Face, text_of
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
-from slipstream.trl.models import SAVED, adapter_of, check_object, save_object
+from slipstream.trl.models import (
+    SAVED,
+    TOKENIZER,
+    adapter_of,
+    check_object,
+    is_changed,
+    save_object,
+    save_processing_class,
+)
 from slipstream.trl.reward_models import ModelReward, rewards_of
 from slipstream.trl.rollout_func import RolloutFunc, with_results
 from slipstream.trl.state import evaluation_metrics, mean_loss
@@ -338,11 +346,19 @@ class _Trainer(Face):
         )
 
     def _save_object(self) -> None:
-        """Save a model that the script gave as an object, for the processes of the run."""
+        """Save what the script gave as an object, for the processes of the run: a model, and a tokenizer or processor
+        that is another than its name says."""
+        given = self._processing_class
         if self._object is not None:
             folder = Path(f"{self.run_dir}{SAVED}").absolute()
-            save_object(self._object, self._processing_class, folder)
+            save_object(self._object, given, folder)
             self._base = str(folder)
+        elif given is not None and not isinstance(given, str):
+            named = getattr(given, "name_or_path", None) or self._base
+            if is_changed(given, str(named), bool(self.args.field("trust_remote_code"))):
+                folder = Path(f"{self.run_dir}{TOKENIZER}").absolute()
+                save_processing_class(given, folder)
+                self._tokenizer = str(folder)
 
     @without_frames
     def evaluate(
@@ -466,14 +482,17 @@ def _unknown(name: str, config: type[_Config], own: list[str]) -> str:
 
 
 def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
-    """Return the tokenizer's folder or name, None if it is the model's. Raises `ConfigError` if it has none."""
+    """Return the tokenizer's folder or name, None if it is the model's or has none. Raises `ConfigError` if it can
+    neither be named nor saved."""
     if processing_class is None:
         return None
     name = processing_class if isinstance(processing_class, str) else getattr(processing_class, "name_or_path", None)
     if not isinstance(name, str) or not name:
+        if callable(getattr(processing_class, "save_pretrained", None)):
+            return None
         raise ConfigError(
             f"{kind}(processing_class={type(processing_class).__name__}): servers, workers and learner load the "
-            f"tokenizer by its name, and it has none; save it with save_pretrained and give that folder as text"
+            f"tokenizer: give an object of transformers, or its folder or name as text"
         )
     path = Path(name).expanduser()
     if path.is_dir():

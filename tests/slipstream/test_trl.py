@@ -21,7 +21,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream import script as script_module
 from slipstream.deploy.run import run_directory
@@ -38,6 +38,7 @@ from slipstream.trl.state import read_state
 from slipstream.trl.translate import check_fields, translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
+from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.model import save_tiny_model
 from tests.kit.worker import TOKENIZER, fake, roll
 from tests.slipstream.conftest import Script
@@ -95,7 +96,8 @@ def test_save_model_takes_the_newest_by_number_or_the_best(tmp_path: Path, wants
 
 def test_what_save_model_copies_of_an_adapter_is_loaded_as_trl_s(tmp_path: Path) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    base = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, num_key_value_heads=1, head_dim=8, **shape))
+    tokenizer = build_tokenizer()
+    base = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **shape))
     base.save_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOTrainer(str(tmp_path / "base"), accuracy, GRPOConfig(str(tmp_path / "mine")), ROWS, peft_config=lora)
@@ -110,7 +112,7 @@ def test_what_save_model_copies_of_an_adapter_is_loaded_as_trl_s(tmp_path: Path)
     wanted = model(torch.arange(8)[None]).logits
     merged = model.merge_and_unload()
     merged.save_pretrained(checkpoint / "model")
-    (checkpoint / "model" / "tokenizer_config.json").write_text("{}")
+    tokenizer.save_pretrained(checkpoint / "model")
 
     trainer.save_model(tmp_path / "out")
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -633,7 +635,7 @@ class Tokenizer:
         ({"args": GRPOConfig(hub_model_id="a/b/c")}, "hub_model_id='a/b/c'.: hub.hub_model_id"),
         ({"optimizers": (Model(), None)}, "optimizers="),
         ({"rollout_worker": accuracy}, "rollout_worker="),
-        ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
+        ({"processing_class": object()}, "processing_class=object.*give an object of transformers"),
         ({"environment_factory": Model}, r"GRPOTrainer\(environment_factory=\.\.\.\): Model has no method reset"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
@@ -717,6 +719,47 @@ def test_a_tokenizer_of_its_own_is_taken_by_its_name() -> None:
     Tokenizer.name_or_path = "org/model"
     trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
     assert "tokenizer" not in trainer.translated(None).sections["model"]
+
+
+def with_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = "MARKER" + tokenizer.chat_template
+
+
+def with_a_token(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<verdict>"])
+
+
+def with_another_end(tokenizer: Any) -> None:
+    tokenizer.eos_token = "<|endoftext|>"
+
+
+def padded(tokenizer: Any) -> None:
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+
+
+def nameless(tokenizer: Any) -> None:
+    tokenizer.name_or_path = ""
+    with_a_token(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [(with_template, True), (with_a_token, True), (with_another_end, True), (nameless, True), (padded, False)],
+)
+def test_a_tokenizer_that_the_script_has_changed_is_the_run_s(
+    change: Any, changed: bool, model_folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    args = GRPOConfig(str(tmp_path / "mine"))
+    trainer = GRPOTrainer(str(model_folder), accuracy, args, ROWS, processing_class=tokenizer)
+    change(tokenizer)  # scripts do that after the trainer is made, too
+    trainer._save_object()
+    used = trainer.translated(None).sections["model"].get("tokenizer")
+    assert (used is not None) is changed
+    if used is not None:
+        saved = AutoTokenizer.from_pretrained(used)
+        assert saved.get_vocab() == tokenizer.get_vocab()
+        assert (saved.chat_template, saved.eos_token) == (tokenizer.chat_template, tokenizer.eos_token)
 
 
 trainer = RLOOTrainer(

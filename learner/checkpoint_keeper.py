@@ -18,6 +18,7 @@ from math import inf
 from slipstream.learner import start
 from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointError, CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.evaluator import Evaluator
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
 from slipstream.learner.ranks.stopping import Stop
@@ -207,7 +208,7 @@ class CheckpointKeeper:
     def _save(self, position: RunPosition) -> Checkpoint:
         config = self._config
         info = CheckpointInfo(position.step, position.version, start.settings(config), position.run)
-        sources = checkpoints.Sources(config.model, config.chat.template)
+        sources = Sources(config.model, config.chat.template)
         kept = config.learner.keep_checkpoints
         self._check_room(position.step)
         self._newest = checkpoints.save(config.run_dir, info, self._trainer, sources, kept, self._spared())

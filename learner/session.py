@@ -14,6 +14,7 @@ from slipstream.learner.checkpoint_keeper import CheckpointKeeper
 from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.checkpoints.checkpoint import Checkpoint
 from slipstream.learner.checkpoints.model_card import Results
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.checkpoints.uploads import Models
 from slipstream.learner.collapse import CollapseWatch
 from slipstream.learner.evaluator import Evaluator, open_eval_journal
@@ -79,7 +80,7 @@ def begin_session(
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
-    checkpoints.try_files(config.run_dir, trainer, checkpoints.Sources(config.model, config.chat.template))
+    checkpoints.try_files(config.run_dir, trainer, Sources(config.model, config.chat.template))
     begin = start.session(
         config, checkpoint.info if checkpoint else None, resume, trainer.policy.vocabulary_size, after
     )

@@ -39,7 +39,7 @@ from slipstream.trl.models import (
 from slipstream.trl.reward_models import ModelReward, rewards_of
 from slipstream.trl.rollout_func import RolloutFunc, with_results
 from slipstream.trl.state import evaluation_metrics, mean_loss
-from slipstream.trl.translate import Translation, check_fields, in_fields, plain, translate
+from slipstream.trl.translate import PROCESSES, Translation, check_fields, in_fields, plain, translate
 
 # What launchers tell their processes.
 _OF_LAUNCHERS = (
@@ -522,9 +522,10 @@ def _leave_launcher() -> None:
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)
     if processes != "1":
+        os.environ[PROCESSES] = processes
         print(
             f"slipstream: note: WORLD_SIZE = {processes}: the first process runs everything, on all devices; the "
-            f"others end here",
+            f"others end here, and a step has the completions of all",
             file=sys.stderr,
             flush=True,
         )

@@ -6,6 +6,7 @@ Each `_function` translates one subject: it reads fields of the config, fills se
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ from slipstream.script import overrides
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
 from slipstream.trl.learner_settings import learner_settings, number, optimiser_settings, truth, whole
+
+# Keeps the launcher's number of processes once its own variables are hidden from the run.
+PROCESSES = "SLIPSTREAM_LAUNCHED_PROCESSES"
 
 Sections = dict[str, dict[str, Any]]
 
@@ -176,6 +180,14 @@ def _place(config: _Config, sections: Sections, notes: list[str], context: int |
     sections["run"] |= {"dir": str(path.parent), "name": path.name.lstrip(".") or "run"}
 
 
+def launched_processes() -> int:
+    """Return the number of processes that accelerate launch or torchrun has started the script in; 1 without.
+
+    A step has the completions of all, as in TRL.
+    """
+    return int(os.environ.get(PROCESSES) or os.environ.get("WORLD_SIZE") or 1)
+
+
 def _steps(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     size = whole(config, "num_generations")
     if size < 2:
@@ -183,12 +195,15 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
             f"{type(config).__name__}(num_generations={size}): must be at least 2, as a completion is judged by the "
             f"others of its prompt; write num_generations={_default(RolloutSection, 'group_size')}"
         )
+    processes = launched_processes()
     completions = whole(config, "per_device_train_batch_size") * whole(config, "gradient_accumulation_steps")
+    completions *= processes
     if completions < 1 or completions % size:
+        of_launcher = f" x {processes} processes" if processes > 1 else ""
         raise ConfigError(
-            f"per_device_train_batch_size x gradient_accumulation_steps = {completions} completions a step are not a "
-            f"multiple of num_generations = {size}, and a step is made of whole groups here; make it one, such as "
-            f"per_device_train_batch_size={size}"
+            f"per_device_train_batch_size x gradient_accumulation_steps{of_launcher} = {completions} completions a "
+            f"step are not a multiple of num_generations = {size}, and a step is made of whole groups here; make it "
+            f"one, such as per_device_train_batch_size={size}"
         )
     sections["learner"]["groups_per_step"] = completions // size
     if size > _default(WorkerSection, "episodes"):

@@ -35,7 +35,7 @@ from slipstream.script import overrides
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput, notebook
 from slipstream.trl.configs import _Config
 from slipstream.trl.state import read_state
-from slipstream.trl.translate import check_fields, translate
+from slipstream.trl.translate import PROCESSES, check_fields, translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
@@ -826,6 +826,8 @@ def test_under_accelerate_launch_the_first_process_runs_everything(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer.model = str(model_folder)
+    monkeypatch.setenv(PROCESSES, "")  # what the trainer sets is taken back with it
+    alone = trainer.translated(None).sections["learner"]["groups_per_step"]
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
@@ -838,6 +840,21 @@ def test_under_accelerate_launch_the_first_process_runs_everything(
     assert len(supervised) == 1
     assert "WORLD_SIZE = 8: the first process runs everything" in capsys.readouterr().err
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}
+    ((config, _),) = supervised
+    of_all = trainer.translated(None).sections["learner"]["groups_per_step"]  # after the launcher is hidden, too
+    assert (config.learner.groups_per_step, of_all) == (8 * alone, 8 * alone)
+
+
+def test_a_step_has_the_completions_of_all_processes_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 6}
+    with pytest.raises(ConfigError, match="= 8 completions a step"):
+        GRPOTrainer("org/model", accuracy, GRPOConfig(**args), ROWS).translated(None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    made = GRPOTrainer("org/model", accuracy, GRPOConfig(**args), ROWS).translated(None)
+    assert made.sections["learner"]["groups_per_step"] == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="x 2 processes = 16 completions"):
+        GRPOTrainer("org/model", accuracy, GRPOConfig(**args), ROWS).translated(None)
 
 
 def test_importing_it_loads_no_torch_and_no_trl() -> None:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from slipstream.deploy.checks import preflight
 from slipstream.learner import start
 from slipstream.learner.checkpoints import checkpoint
-from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.reference import AdapterOff
 from slipstream.learner.run import build_trainer

@@ -17,7 +17,8 @@ from slipstream.deploy.servers.gpu_memory import checkpoint_bytes
 from slipstream.deploy.servers.model_shape import model_shape
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.checkpoints import checkpoint, model_folder
-from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring

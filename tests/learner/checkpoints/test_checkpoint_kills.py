@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.learner.checkpoints import checkpoint
-from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.model.policy import Policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.protocol import checkpoints as places

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.learner import start
 from slipstream.learner.checkpoints import checkpoint
-from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.feed.packing import Sample, pack, pack_row
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring

@@ -16,7 +16,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.checkpoints import resuming
-from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.run import build_trainer
 from slipstream.learner.start import starting_point

@@ -13,7 +13,8 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from slipstream.learner.checkpoints import checkpoint
-from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring

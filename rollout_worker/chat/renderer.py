@@ -8,12 +8,12 @@ tag that the policy or a tool only wrote as text is not a call.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.chat.base import PromptError, checked
 from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, ToolCall
 
@@ -210,7 +210,7 @@ class RendererFormat:
         """
         if characters < INLINE_CHARACTERS:
             return work()
-        result: _Result = await user_code.in_thread(work)
+        result: _Result = await asyncio.to_thread(work)
         return result
 
     def _checked(self, messages: Sequence[Message]) -> list[Message]:

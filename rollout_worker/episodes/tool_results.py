@@ -9,6 +9,7 @@ A space after the first character of each such text keeps it readable, and no to
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -17,7 +18,6 @@ from typing import Any
 
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.tools.base import Content, ToolResult
-from slipstream.rollout_worker.user_code import in_thread
 from slipstream.rollout_worker.user_code.values import without_middle
 
 # Added tokens that are not special but mark up chats. Others, such as Gemma's <table>, are ordinary in pages.
@@ -148,7 +148,7 @@ def token_counter(tokenizer: Any) -> CountTokens:
         return len(encoding.ids)
 
     async def count(text: str) -> int:
-        return int(await in_thread(encode, text=text))
+        return int(await asyncio.to_thread(encode, text=text))
 
     return count
 

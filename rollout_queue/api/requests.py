@@ -39,6 +39,39 @@ _MAX_URL_CHARACTERS = 1024
 
 _MAX_ENTRIES = 1000
 
+# 409: the request does not fit the state of the run. 410: the ticket has ended. 422: the message breaks a rule.
+# 503: the client tries again.
+_REASONS_BY_STATUS = {
+    401: (reasons.UNAUTHORIZED,),
+    403: (reasons.WRONG_ROLE, reasons.FINGERPRINT, reasons.ORIGIN),
+    409: (
+        *(reasons.RUN_FINISHED, reasons.RUN_EXISTS, reasons.SESSION_SUPERSEDED, reasons.LEASE_LAPSED),
+        *(reasons.NOT_LEASED, reasons.ACK_AMBIGUOUS, reasons.STEP_MISSING, reasons.STEP_UNKNOWN),
+        *(reasons.VERSION_CONFLICT, reasons.VERSION_MISSING, reasons.SERVER_UNKNOWN, reasons.TRANSITION_FORBIDDEN),
+        *(reasons.UNREGISTERED, reasons.SESSION_AWAITED, reasons.GAVE_UP, reasons.EVALUATIONS_OPEN),
+    ),
+    410: (reasons.TICKET_UNKNOWN, reasons.TICKET_ENDED),
+    413: (reasons.TOO_LARGE,),
+    422: (
+        *(reasons.UNDECODABLE, reasons.OUT_OF_RANGE, reasons.MAX_TICKETS, reasons.WORKER_MISMATCH),
+        *(reasons.SERVER_MISMATCH, reasons.SCHEMA_VERSION, reasons.BAD_IMAGE, reasons.TICKET_MISMATCH),
+        *(reasons.GROUP_SIZE, reasons.NO_SAMPLED_TOKENS, reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE),
+        *(reasons.LENGTH_MISMATCH, reasons.TOKEN_ID_NEGATIVE, reasons.TOKEN_ID_UNKNOWN, reasons.TOO_DEEP),
+        *(reasons.SEGMENT_TOO_LONG, reasons.TOO_MANY, reasons.LOGPROB_MISSING, reasons.LOGPROB_NOT_FINITE),
+        *(reasons.LOGPROB_POSITIVE, reasons.SPAN_COVER, reasons.EXPERTS_COVER, reasons.MASK_COVER),
+        *(
+            reasons.SPAN_VERSION_UNKNOWN,
+            reasons.SPAN_SERVER_UNKNOWN,
+            reasons.VERSION_FROM_FUTURE,
+            reasons.UNVERIFIED_SERVER,
+        ),
+    ),
+    429: (reasons.FULL,),
+    503: (*(reasons.BUSY, reasons.STORE_FAILED, reasons.NOT_READY, reasons.STANDS_BY),),
+}
+
+HTTP_STATUS: Mapping[str, int] = {reason: status for status, named in _REASONS_BY_STATUS.items() for reason in named}
+
 _TEXT_FIELDS = {"detail", "reason", "rollout", "text", "what"}  # for people to read
 
 H = TypeVar("H", bound=Callable[..., Any])
@@ -199,68 +232,6 @@ def _check_bounds(value: Any, name: str) -> None:
             )
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise Refusal(reasons.UNDECODABLE, f"{name} is beyond 64 bits")
-
-
-# 409: the request does not fit the state of the run. 410: the ticket has ended. 422: the message breaks a rule.
-# 503: the client tries again.
-HTTP_STATUS: Mapping[str, int] = {
-    reasons.UNAUTHORIZED: 401,
-    reasons.WRONG_ROLE: 403,
-    reasons.FINGERPRINT: 403,
-    reasons.ORIGIN: 403,
-    reasons.RUN_FINISHED: 409,
-    reasons.RUN_EXISTS: 409,
-    reasons.SESSION_SUPERSEDED: 409,
-    reasons.LEASE_LAPSED: 409,
-    reasons.NOT_LEASED: 409,
-    reasons.ACK_AMBIGUOUS: 409,
-    reasons.STEP_MISSING: 409,
-    reasons.STEP_UNKNOWN: 409,
-    reasons.VERSION_CONFLICT: 409,
-    reasons.VERSION_MISSING: 409,
-    reasons.SERVER_UNKNOWN: 409,
-    reasons.TRANSITION_FORBIDDEN: 409,
-    reasons.UNREGISTERED: 409,
-    reasons.SESSION_AWAITED: 409,
-    reasons.GAVE_UP: 409,
-    reasons.EVALUATIONS_OPEN: 409,
-    reasons.TICKET_UNKNOWN: 410,
-    reasons.TICKET_ENDED: 410,
-    reasons.TOO_LARGE: 413,
-    reasons.UNDECODABLE: 422,
-    reasons.OUT_OF_RANGE: 422,
-    reasons.MAX_TICKETS: 422,
-    reasons.WORKER_MISMATCH: 422,
-    reasons.SERVER_MISMATCH: 422,
-    reasons.SCHEMA_VERSION: 422,
-    reasons.BAD_IMAGE: 422,
-    reasons.TICKET_MISMATCH: 422,
-    reasons.GROUP_SIZE: 422,
-    reasons.NO_SAMPLED_TOKENS: 422,
-    reasons.REWARD_NOT_FINITE: 422,
-    reasons.METRIC_NOT_FINITE: 422,
-    reasons.LENGTH_MISMATCH: 422,
-    reasons.TOKEN_ID_NEGATIVE: 422,
-    reasons.TOKEN_ID_UNKNOWN: 422,
-    reasons.TOO_DEEP: 422,
-    reasons.SEGMENT_TOO_LONG: 422,
-    reasons.TOO_MANY: 422,
-    reasons.LOGPROB_MISSING: 422,
-    reasons.LOGPROB_NOT_FINITE: 422,
-    reasons.LOGPROB_POSITIVE: 422,
-    reasons.SPAN_COVER: 422,
-    reasons.EXPERTS_COVER: 422,
-    reasons.MASK_COVER: 422,
-    reasons.SPAN_VERSION_UNKNOWN: 422,
-    reasons.SPAN_SERVER_UNKNOWN: 422,
-    reasons.VERSION_FROM_FUTURE: 422,
-    reasons.UNVERIFIED_SERVER: 422,
-    reasons.FULL: 429,
-    reasons.BUSY: 503,
-    reasons.STORE_FAILED: 503,
-    reasons.NOT_READY: 503,
-    reasons.STANDS_BY: 503,
-}
 
 
 async def refusal_response(broker: Broker, refusal: Refusal) -> Response:

@@ -49,6 +49,13 @@ from slipstream.rollout_worker.user_code.values import encodable
 
 T = TypeVar("T")
 
+MODEL = SERVED_MODEL_NAME
+
+CHAT = ChatApi()
+
+# Larger bodies are read in a thread: reading them would block the loop.
+_INLINE_BYTES = 32 * 1024
+
 
 class AgentClock:
     """Divides an episode's time between the policy and its agent.
@@ -98,14 +105,6 @@ class AgentClock:
         self._in_tools.close()
         if self._runs and not self._answers:
             self._in_tools.enter_context(self._capacity.being("tools"))
-
-
-MODEL = SERVED_MODEL_NAME
-
-CHAT = ChatApi()
-
-# Larger bodies are read in a thread: reading them would block the loop.
-_INLINE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ ARGUMENTS: dict[str, Any] = {
     "slipstream_unicode": "naïve 漢字 🙂",
 }
 
+_WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
+
 
 @dataclass(frozen=True, slots=True)
 class ToolFormatCheck:
@@ -324,9 +326,6 @@ async def _reasoning_told(chat: ChatFormat, exchange: _Exchange) -> bool | None:
         return None
     turn = chat.parse(prompt, whole[shared : turn_ends(chat, whole, shared)])
     return exchange.reasoning == (turn.reasoning or "").strip() and _REASONING not in turn.content
-
-
-_WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,30 @@ if TYPE_CHECKING:
 # the backend that releases the interpreter lock.
 INLINE_CHARACTERS = 2048
 
+# A template may put up to this many tokens after a message's text to close the message.
+_MAX_CLOSING = 16
+
+# These renderers of renderers 0.1.12 leave out the line end after a sampled </assistant>. They write both if the turn
+# comes to them without its end.
+_CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
+
+_PARTS = ("text", "thinking")
+
+_REASONS = {
+    "invalid_json": "the tool call is not valid JSON",
+    "unclosed_block": "the tool call is not closed",
+    "missing_name": "the tool call names no function",
+    "malformed_structure": "the tool call is not written as tool calls are written here",
+}
+
+_RAW_CHARACTERS = 80
+
+_PROBE = "So"
+
+_QUESTION = {"role": "user", "content": _PROBE}
+
+_END_OF_THOUGHT = "</think"
+
 
 class RendererTokenizer:
     """Implements `renderers.base.Tokenizer` on a fast tokenizer's backend.
@@ -63,30 +87,6 @@ class RendererTokenizer:
 
 
 _Result = TypeVar("_Result")
-
-# A template may put up to this many tokens after a message's text to close the message.
-_MAX_CLOSING = 16
-
-# These renderers of renderers 0.1.12 leave out the line end after a sampled </assistant>. They write both if the turn
-# comes to them without its end.
-_CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
-
-_PARTS = ("text", "thinking")
-
-_REASONS = {
-    "invalid_json": "the tool call is not valid JSON",
-    "unclosed_block": "the tool call is not closed",
-    "missing_name": "the tool call names no function",
-    "malformed_structure": "the tool call is not written as tool calls are written here",
-}
-
-_RAW_CHARACTERS = 80
-
-_PROBE = "So"
-
-_QUESTION = {"role": "user", "content": _PROBE}
-
-_END_OF_THOUGHT = "</think"
 
 
 class RendererFormat:

@@ -23,6 +23,14 @@ from slipstream.rollout_worker.user_code.values import without_middle
 # Added tokens that are not special but mark up chats. Others, such as Gemma's <table>, are ordinary in pages.
 _OF_CHATS = re.compile(r"</?(think|tools?|tool_\w+|function\w*)>|<[|｜].*[|｜]>|\[/?[A-Z_]+\]")
 
+# Characters of one token in text as tools write it: long rows of spaces are one token.
+_MAX_CHARACTERS_PER_TOKEN = 8
+
+# Keeps a little less than the estimate, so that the next try fits.
+_MARGIN = 0.97
+
+_TRIES = 8
+
 
 class Markup:
     """Breaks the texts of special tokens. `tokens`: these texts."""
@@ -58,14 +66,6 @@ def markup_of(tokenizer: Any) -> Markup:
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return Markup({token.content for token in added if token.special or _OF_CHATS.fullmatch(token.content)})
 
-
-# Characters of one token in text as tools write it: long rows of spaces are one token.
-_MAX_CHARACTERS_PER_TOKEN = 8
-
-# Keeps a little less than the estimate, so that the next try fits.
-_MARGIN = 0.97
-
-_TRIES = 8
 
 CountTokens = Callable[[str], Awaitable[int]]
 

@@ -211,13 +211,13 @@ def contained(on_error: Callable[[BaseException], object]) -> Iterator[None]:
     A copy of this process that the code made with `os.fork` ends here, so that it does not go on as a second worker.
     """
     pid = os.getpid()
-    error: BaseException | None = None
     try:
         yield
-    except BaseException as raised:
-        error = raised
-    if os.getpid() != pid:
-        code = 0 if error is None else getattr(error, "code", 1) or 0
-        os._exit(code if isinstance(code, int) else 1)
-    if error is not None:
+    except BaseException as error:
+        if os.getpid() != pid:
+            code = getattr(error, "code", 1) or 0
+            os._exit(code if isinstance(code, int) else 1)
         on_error(error)
+    else:
+        if os.getpid() != pid:
+            os._exit(0)

@@ -5,6 +5,7 @@ The queue compares it with the learner's and the first worker's, so it is the sa
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ async def fingerprint_of(
         timeout_s: Seconds for each reading of the data sets. Rows that cannot be read in time are not compared: `data`
             is None then.
     """
-    shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
+    shared = await asyncio.to_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     rows, data, eval_rows, eval_data = None, None, None, None
     try:
         data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s, user_code.Kind.DATA)
@@ -64,7 +65,7 @@ async def fingerprint_of(
             )
         except user_code.UserCodeError as error:
             logger.warning("evaluations have to wait for another worker: the eval_dataset cannot be read: %s", error)
-    return msgspec.structs.replace(  # type: ignore[no-any-return]
+    return msgspec.structs.replace(
         shared,
         rows=rows,
         data=data,

@@ -43,6 +43,14 @@ MIN_ROLLOUTS = 2
 
 KINDS = get_args(TicketKind)
 
+MAX_BYTES = 64 * 1024
+
+# Maximum characters of one text. A byte of a message may take six in JSON.
+MAX_TEXT = 8 * 1024
+
+# Bytes of a message above which its images are named without their previews.
+_MAX_PREVIEWED = 16 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
@@ -287,15 +295,6 @@ def _describe(group: Group) -> None:
 def _shut_off(why: Exception) -> TicketFailed:
     """Return a failure that blames the worker and not the row, which keeps its attempts."""
     return TicketFailed(reasons.WORKER_STOPPED, str(why), retryable=True)
-
-
-MAX_BYTES = 64 * 1024
-
-# Maximum characters of one text. A byte of a message may take six in JSON.
-MAX_TEXT = 8 * 1024
-
-# Bytes of a message above which its images are named without their previews.
-_MAX_PREVIEWED = 16 * 1024
 
 
 def _plain(value: Any) -> Any:

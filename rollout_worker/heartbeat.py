@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 
+_GIVE_BACK_S = 5.0
+
+_SIGN_OFF_S = 2.0
+
 
 class Heartbeat:
     """Sends heartbeats.
@@ -120,11 +124,6 @@ class Heartbeat:
             self._known.clear()
             self.now()
         raise AssertionError("unreachable: the loop returns or raises")
-
-
-_GIVE_BACK_S = 5.0
-
-_SIGN_OFF_S = 2.0
 
 
 class Queue(Protocol):

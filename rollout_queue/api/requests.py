@@ -5,10 +5,10 @@ A body is bounded before it is decoded (its own bytes, and those of all bodies b
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -39,8 +39,40 @@ _MAX_URL_CHARACTERS = 1024
 
 _MAX_ENTRIES = 1000
 
-_TEXT_FIELDS = {"detail", "reason", "rollout", "text", "what"}  # for people to read
+# 409: the request does not fit the state of the run. 410: the ticket has ended. 422: the message breaks a rule.
+# 503: the client tries again.
+_REASONS_BY_STATUS = {
+    401: (reasons.UNAUTHORIZED,),
+    403: (reasons.WRONG_ROLE, reasons.FINGERPRINT, reasons.ORIGIN),
+    409: (
+        *(reasons.RUN_FINISHED, reasons.RUN_EXISTS, reasons.SESSION_SUPERSEDED, reasons.LEASE_LAPSED),
+        *(reasons.NOT_LEASED, reasons.ACK_AMBIGUOUS, reasons.STEP_MISSING, reasons.STEP_UNKNOWN),
+        *(reasons.VERSION_CONFLICT, reasons.VERSION_MISSING, reasons.SERVER_UNKNOWN, reasons.TRANSITION_FORBIDDEN),
+        *(reasons.UNREGISTERED, reasons.SESSION_AWAITED, reasons.GAVE_UP, reasons.EVALUATIONS_OPEN),
+    ),
+    410: (reasons.TICKET_UNKNOWN, reasons.TICKET_ENDED),
+    413: (reasons.TOO_LARGE,),
+    422: (
+        *(reasons.UNDECODABLE, reasons.OUT_OF_RANGE, reasons.MAX_TICKETS, reasons.WORKER_MISMATCH),
+        *(reasons.SERVER_MISMATCH, reasons.SCHEMA_VERSION, reasons.BAD_IMAGE, reasons.TICKET_MISMATCH),
+        *(reasons.GROUP_SIZE, reasons.NO_SAMPLED_TOKENS, reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE),
+        *(reasons.LENGTH_MISMATCH, reasons.TOKEN_ID_NEGATIVE, reasons.TOKEN_ID_UNKNOWN, reasons.TOO_DEEP),
+        *(reasons.SEGMENT_TOO_LONG, reasons.TOO_MANY, reasons.LOGPROB_MISSING, reasons.LOGPROB_NOT_FINITE),
+        *(reasons.LOGPROB_POSITIVE, reasons.SPAN_COVER, reasons.EXPERTS_COVER, reasons.MASK_COVER),
+        *(
+            reasons.SPAN_VERSION_UNKNOWN,
+            reasons.SPAN_SERVER_UNKNOWN,
+            reasons.VERSION_FROM_FUTURE,
+            reasons.UNVERIFIED_SERVER,
+        ),
+    ),
+    429: (reasons.FULL,),
+    503: (*(reasons.BUSY, reasons.STORE_FAILED, reasons.NOT_READY, reasons.STANDS_BY),),
+}
 
+HTTP_STATUS: Mapping[str, int] = {reason: status for status, named in _REASONS_BY_STATUS.items() for reason in named}
+
+_TEXT_FIELDS = {"detail", "reason", "rollout", "text", "what"}  # for people to read
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -104,66 +136,40 @@ class ByteBudget:
         self._max_bytes = max_bytes
         self.taken = 0
 
-    def share(self) -> ByteShare:
-        return ByteShare(self)
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Hold one body's share, which is given back at the end of the `with`. Yields a function that takes so many
+        bytes more, and refuses (FULL) if there is no room."""
+        held = 0
 
-    def take(self, count: int) -> None:
-        """Take `count` more bytes. Refused (FULL) if there is no room."""
-        if self.taken + count > self._max_bytes:
-            raise Refusal(
-                reasons.FULL,
-                f"bodies of {self.taken} bytes are being read, allowed are {self._max_bytes}: try again in a moment",
-                retry_after_s=1.0,
-            )
-        self.taken += count
+        def grow(count: int) -> None:
+            nonlocal held
+            if self.taken + count > self._max_bytes:
+                raise Refusal(
+                    reasons.FULL,
+                    f"bodies of {self.taken} bytes are being read, allowed are {self._max_bytes}: try again in a "
+                    f"moment",
+                    retry_after_s=1.0,
+                )
+            self.taken += count
+            held += count
 
-    def give_back(self, count: int) -> None:
-        self.taken -= count
-
-
-class ByteShare:
-    """One body's share of a `ByteBudget`, given back at the end of the `with`."""
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self._taken = 0
-
-    def grow(self, count: int) -> None:
-        """Take `count` more bytes. Refused (FULL) if there is no room."""
-        self._budget.take(count)
-        self._taken += count
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._budget.give_back(self._taken)
+        try:
+            yield grow
+        finally:
+            self.taken -= held
 
 
-def has_left(request: Request) -> Callable[[], Awaitable[bool]]:
-    """Return a function that tells whether the sender of a request has hung up."""
-    cycle: Any = getattr(request.receive, "__self__", None)  # uvicorn's, which knows without waiting for a message
-    if not hasattr(cycle, "disconnected"):
-        return request.is_disconnected
-
-    async def asked() -> bool:
-        return bool(cycle.disconnected)
-
-    return asked
-
-
-async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
+async def read_body(request: Request, limit: int, remedy: str, grow: Callable[[int], None] | None = None) -> bytes:
     """Read a request's body.
 
     Args:
         limit: Maximum size, bytes.
         remedy: What to do about a larger one, for the error.
-        share: Counts the bytes while they are held.
+        grow: Counts the bytes while they are held, as `ByteBudget.share` yields it.
 
     Raises:
-        Refusal: TOO_LARGE, before anything is read if the length is declared; FULL if `share` has no room.
+        Refusal: TOO_LARGE, before anything is read if the length is declared; FULL if `grow` finds no room.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -174,8 +180,8 @@ async def read_body(request: Request, limit: int, remedy: str, share: ByteShare 
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, more = message.get("body", b""), message.get("more_body", False)
-        if share is not None:
-            share.grow(len(chunk))
+        if grow is not None:
+            grow(len(chunk))
         chunks.append(chunk)
         size += len(chunk)
         if size > limit:
@@ -226,68 +232,6 @@ def _check_bounds(value: Any, name: str) -> None:
             )
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise Refusal(reasons.UNDECODABLE, f"{name} is beyond 64 bits")
-
-
-# 409: the request does not fit the state of the run. 410: the ticket has ended. 422: the message breaks a rule.
-# 503: the client tries again.
-HTTP_STATUS: Mapping[str, int] = {
-    reasons.UNAUTHORIZED: 401,
-    reasons.WRONG_ROLE: 403,
-    reasons.FINGERPRINT: 403,
-    reasons.ORIGIN: 403,
-    reasons.RUN_FINISHED: 409,
-    reasons.RUN_EXISTS: 409,
-    reasons.SESSION_SUPERSEDED: 409,
-    reasons.LEASE_LAPSED: 409,
-    reasons.NOT_LEASED: 409,
-    reasons.ACK_AMBIGUOUS: 409,
-    reasons.STEP_MISSING: 409,
-    reasons.STEP_UNKNOWN: 409,
-    reasons.VERSION_CONFLICT: 409,
-    reasons.VERSION_MISSING: 409,
-    reasons.SERVER_UNKNOWN: 409,
-    reasons.TRANSITION_FORBIDDEN: 409,
-    reasons.UNREGISTERED: 409,
-    reasons.SESSION_AWAITED: 409,
-    reasons.GAVE_UP: 409,
-    reasons.EVALUATIONS_OPEN: 409,
-    reasons.TICKET_UNKNOWN: 410,
-    reasons.TICKET_ENDED: 410,
-    reasons.TOO_LARGE: 413,
-    reasons.UNDECODABLE: 422,
-    reasons.OUT_OF_RANGE: 422,
-    reasons.MAX_TICKETS: 422,
-    reasons.WORKER_MISMATCH: 422,
-    reasons.SERVER_MISMATCH: 422,
-    reasons.SCHEMA_VERSION: 422,
-    reasons.BAD_IMAGE: 422,
-    reasons.TICKET_MISMATCH: 422,
-    reasons.GROUP_SIZE: 422,
-    reasons.NO_SAMPLED_TOKENS: 422,
-    reasons.REWARD_NOT_FINITE: 422,
-    reasons.METRIC_NOT_FINITE: 422,
-    reasons.LENGTH_MISMATCH: 422,
-    reasons.TOKEN_ID_NEGATIVE: 422,
-    reasons.TOKEN_ID_UNKNOWN: 422,
-    reasons.TOO_DEEP: 422,
-    reasons.SEGMENT_TOO_LONG: 422,
-    reasons.TOO_MANY: 422,
-    reasons.LOGPROB_MISSING: 422,
-    reasons.LOGPROB_NOT_FINITE: 422,
-    reasons.LOGPROB_POSITIVE: 422,
-    reasons.SPAN_COVER: 422,
-    reasons.EXPERTS_COVER: 422,
-    reasons.MASK_COVER: 422,
-    reasons.SPAN_VERSION_UNKNOWN: 422,
-    reasons.SPAN_SERVER_UNKNOWN: 422,
-    reasons.VERSION_FROM_FUTURE: 422,
-    reasons.UNVERIFIED_SERVER: 422,
-    reasons.FULL: 429,
-    reasons.BUSY: 503,
-    reasons.STORE_FAILED: 503,
-    reasons.NOT_READY: 503,
-    reasons.STANDS_BY: 503,
-}
 
 
 async def refusal_response(broker: Broker, refusal: Refusal) -> Response:

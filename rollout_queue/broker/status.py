@@ -22,9 +22,9 @@ from slipstream.protocol.status import (
 from slipstream.rollout_queue.broker.broker import Broker
 from slipstream.rollout_queue.ledger.evaluations import MAX_OPEN
 from slipstream.rollout_queue.ledger.records import TicketState
-from slipstream.rollout_queue.observe import diagnosis, stall
+from slipstream.rollout_queue.observe import causes
 from slipstream.rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of, slowest_tool
-from slipstream.rollout_queue.observe.stall import alarm_after_s
+from slipstream.rollout_queue.observe.progress import alarm_after_s
 from slipstream.rollout_queue.observe.waits import LEARNER, group_alike
 from slipstream.rollout_queue.store.base import MAX_SILENCE_S
 
@@ -56,7 +56,7 @@ def assemble(broker: Broker) -> Status:
     servers = [_server(broker, server) for server in broker.fleet.servers]
     inputs = _limit_inputs(broker, workers, servers)
     notices = seen.notices.list(now)
-    causes = diagnosis.diagnose(seen.symptoms, notices, workers, broker.config, broker.history.changes)
+    found = causes.diagnose(seen.symptoms, notices, workers, broker.config, broker.history.changes)
     return Status(
         run=broker.config.run.name,
         uptime_s=now - seen.started,
@@ -86,7 +86,7 @@ def assemble(broker: Broker) -> Status:
         rejections=dict(seen.rejections),
         notices=notices,
         gave_up=broker.early_failures.gave_up,
-        diagnosis=seen.cause_times.timed(causes, now),
+        diagnosis=seen.cause_times.timed(found, now),
         limit=None if inputs is None else _limit(broker, inputs, servers),
         scaling=None if inputs is None else _scaling(broker, inputs, workers, servers),
         evaluations=evaluations[-_MAX_EVALUATIONS:],
@@ -205,8 +205,8 @@ def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus],
     settings, waits_for = broker.config.queue, seen.waits.what(LEARNER)
     # A learner that died holds no groups once its lease has expired.
     trains = groups.leased >= broker.config.learner.groups_per_step and waits_for is None
-    return stall.judge(
-        stall.StallInputs(
+    return causes.judge(
+        causes.StallInputs(
             quiet_s=seen.progress.quiet_s(now),
             alarm_after_s=alarm_after_s(settings.stall_after_s, seen.median_step_s, trains),
             stall_after_s=settings.stall_after_s,
@@ -218,7 +218,7 @@ def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus],
             groups_per_step=broker.config.learner.groups_per_step,
             found_full=seen.progress.full,
             ended=seen.progress.ended,
-            why_equal=diagnosis.why_equal(seen.symptoms, notices, broker.config, broker.history.changes),
+            why_equal=causes.why_equal(seen.symptoms, notices, broker.config, broker.history.changes),
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=waits_for,

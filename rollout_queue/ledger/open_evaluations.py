@@ -20,6 +20,9 @@ from slipstream.rollout_queue.ledger.records import Decision, EvalRecord, Ticket
 # Finish reasons that mean that the policy was cut off.
 _CUT_OFF = ("length", "context")
 
+# So many accepted tickets are remembered, to recognise a group that is submitted again.
+_MAX_ACCEPTED = 4096
+
 
 class _Mean(msgspec.Struct):
     """Computes mean and sample standard deviation of values added one by one (Welford 1962)."""
@@ -134,10 +137,6 @@ class EvalTally:
             finished=dict(self._finished),
             versions=self._versions,
         )
-
-
-# So many accepted tickets are remembered, to recognise a group that is submitted again.
-_MAX_ACCEPTED = 4096
 
 
 class OpenEvaluation:

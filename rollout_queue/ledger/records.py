@@ -26,6 +26,9 @@ from slipstream.protocol.status import Evaluation
 # Ranges of one server in one group, far above any real number. What is beyond is taken as one range.
 _MAX_RANGES = 32
 
+# First letter of the id of an evaluation's ticket. That of a training ticket begins with a digit.
+EVAL_TICKET = "e"
+
 
 class SampledBy(msgspec.Struct, frozen=True, array_like=True):
     """A range of versions under which one server sampled tokens of a group; both ends are included."""
@@ -145,10 +148,6 @@ class RowResult(msgspec.Struct, frozen=True):
     lengths: tuple[int, ...]
     finished: dict[str, int]
     best: float | None = None
-
-
-# First letter of the id of an evaluation's ticket. That of a training ticket begins with a digit.
-EVAL_TICKET = "e"
 
 
 class TicketRecord(msgspec.Struct, frozen=True):

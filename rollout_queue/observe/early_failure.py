@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from slipstream.protocol import reasons
 from slipstream.protocol.config import RunConfig
 from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
-from slipstream.rollout_queue.observe.diagnosis import PASSING, explaining_kind, where_to_fix
+from slipstream.rollout_queue.observe.causes import explaining_kind, where_to_fix
+from slipstream.rollout_queue.observe.symptoms import PASSING
 
 _MAX_TEXTS = 64
 

@@ -16,11 +16,11 @@ from slipstream.rollout_queue.ledger.admission import StepFacts
 from slipstream.rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
 from slipstream.rollout_queue.ledger.registration import SILENT_S
 from slipstream.rollout_queue.observe.connections import ConnectionCounts
-from slipstream.rollout_queue.observe.diagnosis import CauseTimes, Symptoms
 from slipstream.rollout_queue.observe.limits import LimitWindow
 from slipstream.rollout_queue.observe.notices import Notices
+from slipstream.rollout_queue.observe.progress import StepProgress
 from slipstream.rollout_queue.observe.prometheus import Histograms
-from slipstream.rollout_queue.observe.stall import StepProgress
+from slipstream.rollout_queue.observe.symptoms import CauseTimes, Symptoms
 from slipstream.rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
 from slipstream.rollout_queue.observe.windows import (
     WINDOW_STEPS,

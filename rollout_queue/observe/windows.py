@@ -33,6 +33,17 @@ _MAX_VIEW = 64 * 1024
 
 _INTERVAL_S = 0.5
 
+# Reasons for which a call fails by the tool's own fault; all others are the policy's.
+_OF_THE_TOOL = (reasons.TOOL_RAISED, reasons.TIMEOUT)
+
+_MAX_TOOLS = 32
+
+_MAX_TICKETS = 16_384
+
+WINDOW_STEPS = 20
+
+WINDOW_S = 60.0
+
 
 class Shown(msgspec.Struct, frozen=True):
     """One rollout: its reward, and its `RolloutView` in JSON."""
@@ -117,12 +128,6 @@ def _without_messages(group: Group, number: int, evaluation: int | None) -> Roll
 
 def _size(group: list[Shown]) -> int:
     return sum(len(shown.json) for shown in group)
-
-
-# Reasons for which a call fails by the tool's own fault; all others are the policy's.
-_OF_THE_TOOL = (reasons.TOOL_RAISED, reasons.TIMEOUT)
-
-_MAX_TOOLS = 32
 
 
 class ToolCounts(msgspec.Struct, frozen=True):
@@ -228,9 +233,6 @@ def _change(counts: Counter[Key], key: Key, by: int) -> None:
         del counts[key]
 
 
-_MAX_TICKETS = 16_384
-
-
 class TicketTimes(msgspec.Struct, gc=False):
     """When a ticket came into its states. None: not yet, or before the queue was started."""
 
@@ -268,9 +270,6 @@ class NewestTickets:
             case TicketState.TRAINED | TicketState.DROPPED | TicketState.REISSUED:
                 times.ended = now
         return times
-
-
-WINDOW_STEPS = 20
 
 
 class GroupAge(msgspec.Struct, frozen=True):
@@ -329,9 +328,6 @@ class StalenessWindow:
             in_flight_mean=sum(age.in_flight for age in ages) / len(ages),
             in_queue_mean=sum(age.in_queue for age in ages) / len(ages),
         )
-
-
-WINDOW_S = 60.0
 
 
 class RateMeter:

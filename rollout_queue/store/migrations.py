@@ -13,6 +13,9 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
+# The layout that the first migration makes. Layouts 1 to 4 were before the first release; their files are refused.
+FIRST_LAYOUT = 5
+
 
 class Migration(msgspec.Struct, frozen=True):
     """One step; `effect` tells a user what happened to the data of a file that was in use."""
@@ -20,9 +23,6 @@ class Migration(msgspec.Struct, frozen=True):
     effect: str
     statements: tuple[str, ...]
 
-
-# The layout that the first migration makes. Layouts 1 to 4 were before the first release; their files are refused.
-FIRST_LAYOUT = 5
 
 # MIGRATIONS[n] makes layout FIRST_LAYOUT + n from the one before. Once released, a step never changes: append.
 MIGRATIONS: tuple[Migration, ...] = (

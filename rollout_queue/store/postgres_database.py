@@ -75,6 +75,11 @@ LAYOUTS: tuple[Migration, ...] = (
     Migration("a change of a ticket's state touches no index", ("DROP INDEX tickets_by_state",)),
 )
 
+# Backend of the connection that holds the lock of a schema. A lock of one number of 64 bits shows in two halves.
+HOLDER = b"""SELECT pid FROM pg_locks, hashtextextended(%s, 0) AS key WHERE locktype = 'advisory' AND granted
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND classid::bigint = (key >> 32) & 4294967295 AND objid::bigint = key & 4294967295 AND objsubid = 1"""
+
 
 class _Text(StrDumperUnknown):
     """Writes text without the character NUL, which PostgreSQL cannot hold, and SQLite can."""
@@ -259,9 +264,3 @@ def unlock(db: Connection) -> None:
     with suppress(psycopg.Error):
         if not db.closed:
             db.execute(b"SELECT pg_advisory_unlock_all()")
-
-
-# Backend of the connection that holds the lock of a schema. A lock of one number of 64 bits shows in two halves.
-HOLDER = b"""SELECT pid FROM pg_locks, hashtextextended(%s, 0) AS key WHERE locktype = 'advisory' AND granted
-    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-    AND classid::bigint = (key >> 32) & 4294967295 AND objid::bigint = key & 4294967295 AND objsubid = 1"""

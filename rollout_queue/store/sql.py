@@ -53,6 +53,34 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # A ticket's place never changes: an update that left it out spares the index over it.
 _NEVER_CHANGED = {"index", "attempt"}
 
+# Raised by a row that is no record: its bytes were changed in a way that the database does not see.
+UNREADABLE = (ValueError, msgspec.DecodeError)
+
+# Sums of tickets: by state, and of dropped ones by reason. `state || ''` is no column: grouped by the column itself,
+# SQLite would walk the index over it through the whole table, however few tickets are below the mark.
+_SUMMED = """SELECT state || '' AS state, CASE WHEN state = 'dropped' THEN COALESCE(reason, 'unknown') ELSE '' END AS
+    reason, COUNT(*) AS tickets, CAST(SUM(tokens) AS BIGINT) AS tokens FROM tickets WHERE "index" < ? GROUP BY 1, 2"""
+PRUNE = (
+    f"""INSERT INTO sums (state, reason, tickets, tokens) {_SUMMED} ON CONFLICT (state, reason) DO UPDATE
+        SET tickets = sums.tickets + excluded.tickets, tokens = sums.tokens + excluded.tokens""",
+    """DELETE FROM tickets WHERE "index" < ?""",
+)
+_ALL_SUMS = f"""SELECT state, reason, CAST(SUM(tickets) AS BIGINT), CAST(SUM(tokens) AS BIGINT)
+    FROM (SELECT state, reason, tickets, tokens FROM sums UNION ALL {_SUMMED}) AS every_sum GROUP BY state, reason"""
+_EVERY_INDEX = 2**63 - 1
+_TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
+    (SELECT 1 FROM tickets AS later WHERE later."index" = t."index" AND later.attempt > t.attempt)"""
+_FORGOTTEN_AFTER = " WHERE state = 'forgotten' AND step > ?"
+_FIRST_FORGOTTEN_AFTER = f"""SELECT MIN("index") FROM tickets{_FORGOTTEN_AFTER}"""
+
+# Columns that every layout has.
+LEDGER = """SELECT id, "index", state, reason, step, trained_version FROM tickets ORDER BY serial"""
+RUN = "SELECT record FROM run"
+
+# Ids that one statement asks for at most. Their number is made a power of two, by repeating the last: a statement is
+# prepared once, and would be another one for each number.
+_IDS = 128
+
 
 def quoted(columns: Iterable[str]) -> str:
     return ", ".join(f'"{column}"' for column in columns)
@@ -76,36 +104,10 @@ def _upsert(table: str) -> str:
 
 
 _UPSERT = {table: _upsert(table) for table in TABLES}
-# Raised by a row that is no record: its bytes were changed in a way that the database does not see.
-UNREADABLE = (ValueError, msgspec.DecodeError)
 
 _SELECT = f"SELECT {quoted(_COLUMNS)} FROM tickets"
 
-# Sums of tickets: by state, and of dropped ones by reason. `state || ''` is no column: grouped by the column itself,
-# SQLite would walk the index over it through the whole table, however few tickets are below the mark.
-_SUMMED = """SELECT state || '' AS state, CASE WHEN state = 'dropped' THEN COALESCE(reason, 'unknown') ELSE '' END AS
-    reason, COUNT(*) AS tickets, CAST(SUM(tokens) AS BIGINT) AS tokens FROM tickets WHERE "index" < ? GROUP BY 1, 2"""
-PRUNE = (
-    f"""INSERT INTO sums (state, reason, tickets, tokens) {_SUMMED} ON CONFLICT (state, reason) DO UPDATE
-        SET tickets = sums.tickets + excluded.tickets, tokens = sums.tokens + excluded.tokens""",
-    """DELETE FROM tickets WHERE "index" < ?""",
-)
-_ALL_SUMS = f"""SELECT state, reason, CAST(SUM(tickets) AS BIGINT), CAST(SUM(tokens) AS BIGINT)
-    FROM (SELECT state, reason, tickets, tokens FROM sums UNION ALL {_SUMMED}) AS every_sum GROUP BY state, reason"""
-_EVERY_INDEX = 2**63 - 1
 _LIVE = f" WHERE {_in_state(LIVE)} ORDER BY serial"
-_TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
-    (SELECT 1 FROM tickets AS later WHERE later."index" = t."index" AND later.attempt > t.attempt)"""
-_FORGOTTEN_AFTER = " WHERE state = 'forgotten' AND step > ?"
-_FIRST_FORGOTTEN_AFTER = f"""SELECT MIN("index") FROM tickets{_FORGOTTEN_AFTER}"""
-
-# Columns that every layout has.
-LEDGER = """SELECT id, "index", state, reason, step, trained_version FROM tickets ORDER BY serial"""
-RUN = "SELECT record FROM run"
-
-# Ids that one statement asks for at most. Their number is made a power of two, by repeating the last: a statement is
-# prepared once, and would be another one for each number.
-_IDS = 128
 
 
 class Write(NamedTuple):

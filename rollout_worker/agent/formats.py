@@ -13,7 +13,6 @@ import msgspec
 from jsonschema import SchemaError
 
 from slipstream.protocol.config import ConfigError
-from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.agent.api.messages import ApiError
 from slipstream.rollout_worker.agent.api.request import schemas_digest
 from slipstream.rollout_worker.agent.forced_calls import Frame, frame_of
@@ -90,7 +89,7 @@ class ChatFormats:
             async with self._one_at_a_time:
                 found = self._kept.get(key)
                 if found is None:
-                    found = self._kept[key] = await user_code.in_thread(self._built, tools=tools)
+                    found = self._kept[key] = await asyncio.to_thread(self._built, tools=tools)
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         else:

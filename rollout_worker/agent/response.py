@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,6 @@ from slipstream.rollout_worker.agent.tree import GivenCall
 from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
 from slipstream.rollout_worker.tools.arguments import Parameters, small
 from slipstream.rollout_worker.tools.base import NAME_CHARACTERS, UNKNOWN, ArgumentsError, count_call, counted_as
-from slipstream.rollout_worker.user_code import in_thread
 from slipstream.rollout_worker.user_code.values import encodable
 
 
@@ -48,7 +48,7 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
     if parameters is not None:
         try:
             # Large arguments in a thread: fitting them would block the loop.
-            found = parameters.fit(given) if small(given) else await in_thread(parameters.fit, given=given)
+            found = parameters.fit(given) if small(given) else await asyncio.to_thread(parameters.fit, given=given)
             given, coerced = (found.values, True) if found.repairs else (given, False)
         except ArgumentsError:
             given = call.arguments

@@ -19,7 +19,6 @@ from slipstream.protocol.config import RolloutSection
 from slipstream.protocol.messages import FinishReason, Rollout
 from slipstream.protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from slipstream.protocol.versions import SERVED_MODEL_NAME
-from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.agent.allowance import Allowance
 from slipstream.rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
 from slipstream.rollout_worker.agent.api.chat import ChatApi
@@ -49,6 +48,13 @@ from slipstream.rollout_worker.tools.base import ToolResult
 from slipstream.rollout_worker.user_code.values import encodable
 
 T = TypeVar("T")
+
+MODEL = SERVED_MODEL_NAME
+
+CHAT = ChatApi()
+
+# Larger bodies are read in a thread: reading them would block the loop.
+_INLINE_BYTES = 32 * 1024
 
 
 class AgentClock:
@@ -99,14 +105,6 @@ class AgentClock:
         self._in_tools.close()
         if self._runs and not self._answers:
             self._in_tools.enter_context(self._capacity.being("tools"))
-
-
-MODEL = SERVED_MODEL_NAME
-
-CHAT = ChatApi()
-
-# Larger bodies are read in a thread: reading them would block the loop.
-_INLINE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +334,7 @@ class Session:
         return len(context.ids)
 
     async def _complete(self, body: bytes) -> bytes:
-        plain = await user_code.in_thread(self._read_plain, body=body)
+        plain = await asyncio.to_thread(self._read_plain, body=body)
         asked = plain.asked
         self._count_unenforced(asked.unenforced)
         proven = await self._shared.formats.of([])
@@ -345,7 +343,8 @@ class Session:
         if isinstance(ids, str):
             text = ids
             self._allowance.check_size(text)
-            ids = await user_code.in_thread(lambda: tokenizer.encode(text, add_special_tokens=plain.special))
+            found: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=plain.special)
+            ids = found
         check_ids(ids, len(tokenizer))
         before = self._tree.before(ids)
         suffix = None if before is None else ids[before.end :]
@@ -377,7 +376,7 @@ class Session:
                 return request
             return replace(request, messages=[ChatMessage("system", self._system_prompt), *request.messages])
 
-        return read() if len(body) < _INLINE_BYTES else await user_code.in_thread(read)
+        return read() if len(body) < _INLINE_BYTES else await asyncio.to_thread(read)
 
     def _read_plain(self, body: bytes) -> PlainAsked:
         reading = self._reading

@@ -123,7 +123,6 @@ class AgentSource:
                         self.config.ticket_max_age_s,
                         user_code.Kind.AGENT,
                         deadline.exclude_waiting(),
-                        self.config.worker.episode_timeout_s,
                         **played.given,
                         **self.agent.arguments(plan.row.columns),
                     )

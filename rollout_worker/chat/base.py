@@ -13,6 +13,18 @@ from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.vision.messages import PARTS as IMAGE_PARTS
 from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
 
+_OPENING = ("system", "developer")
+
+# Data sets use the roles of OpenAI's API and others that TRL's templates and renderers know.
+ROLES = frozenset(
+    [
+        *(*_OPENING, "user", "assistant", "tool", "function"),
+        *("ipython", "environment", "model", "chatbot", "latest_reminder", "tool_declare"),
+    ]
+)
+
+_MUST_SPEAK = (*_OPENING, "user")
+
 
 class PromptError(Exception):
     """Raised for a prompt that the format cannot render. The text says why."""
@@ -81,19 +93,6 @@ class ChatFormat(Protocol):
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
         """Parse the turn `turn_ids`, which was sampled after `prompt_ids`. It accepts any ids."""
-
-
-_OPENING = ("system", "developer")
-
-# Data sets use the roles of OpenAI's API and others that TRL's templates and renderers know.
-ROLES = frozenset(
-    [
-        *(*_OPENING, "user", "assistant", "tool", "function"),
-        *("ipython", "environment", "model", "chatbot", "latest_reminder", "tool_declare"),
-    ]
-)
-
-_MUST_SPEAK = (*_OPENING, "user")
 
 
 def _nothing(role: str) -> bool:

@@ -25,6 +25,8 @@ from slipstream.rollout_worker.vision.processor import ImageProcessor
 
 _SYSTEM_ROLES = ("system", "developer")
 
+logger = logging.getLogger(__name__)
+
 
 class WithSystemPrompt:
     """Puts a system message before conversations that have none. It leaves a text prompt as it is."""
@@ -71,8 +73,6 @@ class WithSystemPrompt:
         has_one = isinstance(first, Mapping) and first.get("role") in _SYSTEM_ROLES
         return messages if has_one else [self._message, *messages]
 
-
-logger = logging.getLogger(__name__)
 
 _Proof = TypeVar("_Proof")
 

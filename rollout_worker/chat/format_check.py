@@ -45,6 +45,8 @@ ARGUMENTS: dict[str, Any] = {
     "slipstream_unicode": "naïve 漢字 🙂",
 }
 
+_WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
+
 
 @dataclass(frozen=True, slots=True)
 class ToolFormatCheck:
@@ -326,9 +328,6 @@ async def _reasoning_told(chat: ChatFormat, exchange: _Exchange) -> bool | None:
     return exchange.reasoning == (turn.reasoning or "").strip() and _REASONING not in turn.content
 
 
-_WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
-
-
 async def end_that_does_not_stop(chat: ChatFormat) -> str | None:
     """Return the special token with which the format ends a turn, if it is none of the stop ids, nor a later one is.
 
@@ -341,7 +340,7 @@ async def end_that_does_not_stop(chat: ChatFormat) -> str | None:
     except PromptError:
         return None
     text = str(chat.tokenizer.decode(whole))
-    if not text.find(reply) < text.find(after):
+    if not -1 < text.find(reply) < text.find(after):
         return None
     ends = next(count for count in range(len(whole) + 1) if reply in str(chat.tokenizer.decode(whole[:count])))
     next_turn = next(count for count in range(len(whole) + 1) if after in str(chat.tokenizer.decode(whole[:count])))

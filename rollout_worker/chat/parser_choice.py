@@ -21,6 +21,11 @@ from slipstream.rollout_worker.chat.template_analysis import REFUSALS, USER, Ren
 
 _LITERALS = Literals()
 
+# Some templates want a call id of nine letters and digits. Others want the tool's name and the call's position.
+_IDS = ("slip7f3a9", "functions.slipstream_tool:0")
+
+ARGUMENTS: dict[str, Any] = {"number": 7, "text": "plain words"}
+
 
 def same_value(written: Any, read: Any) -> bool:
     """Return whether the value that was read is the value that was written.
@@ -44,12 +49,6 @@ def _readings(text: str) -> list[Any]:
         if not text[end:].strip():
             readings.append(value)
     return readings
-
-
-# Some templates want a call id of nine letters and digits. Others want the tool's name and the call's position.
-_IDS = ("slip7f3a9", "functions.slipstream_tool:0")
-
-ARGUMENTS: dict[str, Any] = {"number": 7, "text": "plain words"}
 
 
 @dataclass(frozen=True, slots=True)

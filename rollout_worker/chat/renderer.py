@@ -8,12 +8,12 @@ tag that the policy or a tool only wrote as text is not a call.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.chat.base import PromptError, checked
 from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, ToolCall
 
@@ -24,6 +24,30 @@ if TYPE_CHECKING:
 # Longer texts would block the event loop: a text of this length takes about 1 ms. They go through the one function of
 # the backend that releases the interpreter lock.
 INLINE_CHARACTERS = 2048
+
+# A template may put up to this many tokens after a message's text to close the message.
+_MAX_CLOSING = 16
+
+# These renderers of renderers 0.1.12 leave out the line end after a sampled </assistant>. They write both if the turn
+# comes to them without its end.
+_CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
+
+_PARTS = ("text", "thinking")
+
+_REASONS = {
+    "invalid_json": "the tool call is not valid JSON",
+    "unclosed_block": "the tool call is not closed",
+    "missing_name": "the tool call names no function",
+    "malformed_structure": "the tool call is not written as tool calls are written here",
+}
+
+_RAW_CHARACTERS = 80
+
+_PROBE = "So"
+
+_QUESTION = {"role": "user", "content": _PROBE}
+
+_END_OF_THOUGHT = "</think"
 
 
 class RendererTokenizer:
@@ -63,30 +87,6 @@ class RendererTokenizer:
 
 
 _Result = TypeVar("_Result")
-
-# A template may put up to this many tokens after a message's text to close the message.
-_MAX_CLOSING = 16
-
-# These renderers of renderers 0.1.12 leave out the line end after a sampled </assistant>. They write both if the turn
-# comes to them without its end.
-_CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
-
-_PARTS = ("text", "thinking")
-
-_REASONS = {
-    "invalid_json": "the tool call is not valid JSON",
-    "unclosed_block": "the tool call is not closed",
-    "missing_name": "the tool call names no function",
-    "malformed_structure": "the tool call is not written as tool calls are written here",
-}
-
-_RAW_CHARACTERS = 80
-
-_PROBE = "So"
-
-_QUESTION = {"role": "user", "content": _PROBE}
-
-_END_OF_THOUGHT = "</think"
 
 
 class RendererFormat:
@@ -210,7 +210,7 @@ class RendererFormat:
         """
         if characters < INLINE_CHARACTERS:
             return work()
-        result: _Result = await user_code.in_thread(work)
+        result: _Result = await asyncio.to_thread(work)
         return result
 
     def _checked(self, messages: Sequence[Message]) -> list[Message]:

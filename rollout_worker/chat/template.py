@@ -40,6 +40,16 @@ from slipstream.rollout_worker.vision.sources import ImageError
 # Functions that transformers gives to templates.
 _FUNCTIONS = {"raise_exception", "strftime_now"}
 
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "
+    "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
+)
+
+_IN_PROMPT = 'set chat.tools = "prompt", which describes them in the system message, '
+
+# A prompt may have written the start of a turn. The search looks at this many ids at its end first, to save decoding.
+_TAIL_IDS = 32
+
 
 def check_variables(variables: dict[str, Any], source: str | None, given: Iterable[str] = ()) -> None:
     """Check that the template reads every variable that the run file sets.
@@ -85,17 +95,6 @@ class _GenerationBlock(Extension):
     def parse(self, parser: JinjaParser) -> Node | list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_NO_TEMPLATE = (
-    "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "
-    "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
-)
-
-_IN_PROMPT = 'set chat.tools = "prompt", which describes them in the system message, '
-
-# A prompt may have written the start of a turn. The search looks at this many ids at its end first, to save decoding.
-_TAIL_IDS = 32
 
 
 class TemplateFormat:

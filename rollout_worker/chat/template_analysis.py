@@ -23,6 +23,20 @@ from jinja2 import TemplateError
 from slipstream.rollout_worker.chat.base import text_of
 from slipstream.rollout_worker.chat.parsers.base import OPENS_THOUGHT, REASONING_FIELDS, Message, Thought
 
+# A template may raise any of these for messages that it does not accept.
+REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+
+# No template contains these words, and neither trimming nor quoting changes them.
+_ASKED, _SAID, _ARGUED, _ANSWERED, _THOUGHT = (
+    f"slipstream{word}7f3a" for word in ("asked", "said", "argued", "answered", "thought")
+)
+
+USER: Message = {"role": "user", "content": _ASKED}
+
+_OPENS = re.compile(r"((?:<[^<>\s]+>|\[[A-Z_]+\])[A-Za-z]*)\s*\Z")
+
+_CLOSES = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
+
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
@@ -142,21 +156,6 @@ def _as_object(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-# A template may raise any of these for messages that it does not accept.
-REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-
-# No template contains these words, and neither trimming nor quoting changes them.
-_ASKED, _SAID, _ARGUED, _ANSWERED, _THOUGHT = (
-    f"slipstream{word}7f3a" for word in ("asked", "said", "argued", "answered", "thought")
-)
-
-USER: Message = {"role": "user", "content": _ASKED}
-
-_OPENS = re.compile(r"((?:<[^<>\s]+>|\[[A-Z_]+\])[A-Za-z]*)\s*\Z")
-
-_CLOSES = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 class Unfit(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from slipstream.protocol.config import ConfigError, ModelSection
-from slipstream.rollout_worker import user_code
 
 # Longer texts are tokenised in a thread, because a text of this length already takes about 1 ms.
 _INLINE_CHARACTERS = 2048
@@ -96,10 +96,10 @@ class Codec:
         if len(text) < _INLINE_CHARACTERS:
             return self.encode_now(text, special_tokens)
         if self._backend is None:
-            ids: list[int] = await user_code.in_thread(self.encode_now, text=text, special_tokens=special_tokens)
+            ids: list[int] = await asyncio.to_thread(self.encode_now, text=text, special_tokens=special_tokens)
             return ids
         # Only this function of the backend releases the interpreter lock; `encode` would block the event loop.
-        (encoding,) = await user_code.in_thread(
+        (encoding,) = await asyncio.to_thread(
             self._backend.encode_batch_fast, input=[text], add_special_tokens=special_tokens
         )
         return encoding.ids  # type: ignore[no-any-return]

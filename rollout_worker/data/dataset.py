@@ -25,6 +25,11 @@ _FORMS = (
     "'rows.jsonl', or a data set's name on the hub"
 )
 
+# Errors about rows that the checks of rewards, agents, tools and environments raise.
+_OF_ROWS = r"^Task\((?!eval_)\w+=.*?\): (?=.*not a column of the data set|the prompts are|(the first )?row )"
+
+_OFF = "eval.every, eval.at_start and eval.at_end are off"
+
 
 def is_lazy(source: Any) -> bool:
     """Return whether rows can be had only by reading files, the network or a stream, or by running code."""
@@ -121,12 +126,6 @@ def _is_of_datasets(source: Any) -> bool:
 
 def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-# Errors about rows that the checks of rewards, agents, tools and environments raise.
-_OF_ROWS = r"^Task\((?!eval_)\w+=.*?\): (?=.*not a column of the data set|the prompts are|(the first )?row )"
-
-_OFF = "eval.every, eval.at_start and eval.at_end are off"
 
 
 def open_eval_rows(source: Any, split: str | None, config: str | None, trained: Any, folder: Path | None) -> Rows:

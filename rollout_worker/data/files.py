@@ -26,6 +26,25 @@ from slipstream.protocol.config import ConfigError
 
 _MARK = b"\xef\xbb\xbf"  # some programs write this byte order mark before UTF-8
 
+# Maps endings of files to the loader of `datasets` that reads them.
+_LOADERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+_KINDS = f"{', '.join(_LOADERS)}, each also with .gz"
+
+_OWN = "json"
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w][\w.-]*)?")
+
+_MAX_NAMED = 8
+
 
 class JsonLines(Sequence[dict[str, Any]]):
     """Reads the objects of one or several files, one a line, and skips empty lines.
@@ -103,26 +122,6 @@ def open_text(file: Path) -> IO[bytes]:
         return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
     except OSError as error:
         raise ConfigError(f"Task(dataset=...): {file} cannot be read: {error.strerror}") from None
-
-
-# Maps endings of files to the loader of `datasets` that reads them.
-_LOADERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-
-_KINDS = f"{', '.join(_LOADERS)}, each also with .gz"
-
-_OWN = "json"
-
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w][\w.-]*)?")
-
-_MAX_NAMED = 8
 
 
 def load_data_files(name: str, split: str | None, config: str | None, folder: Path | None) -> Any:

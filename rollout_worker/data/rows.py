@@ -11,6 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+_log = logging.getLogger(__name__)
+
+# Number of rows that a stream keeps. The indices of open tickets are never so far apart, even in the deepest queue.
+KEPT_ROWS = 4096
+
+# Rows of a table that are read at once where many are needed.
+_BATCH = 1000
+
 
 def without_none(columns: Any, deep: bool) -> Any:
     """Return a row's columns without each None that stands for a missing key of a message.
@@ -36,15 +44,6 @@ def _without_none(value: Any, deep: bool) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(entry, deep) if deep else entry for key, entry in value.items() if entry is not None}
     return [_without_none(entry, deep) for entry in value] if deep and isinstance(value, list) else value
-
-
-_log = logging.getLogger(__name__)
-
-# Number of rows that a stream keeps. The indices of open tickets are never so far apart, even in the deepest queue.
-KEPT_ROWS = 4096
-
-# Rows of a table that are read at once where many are needed.
-_BATCH = 1000
 
 
 class Row(NamedTuple):

@@ -22,6 +22,8 @@ _PART = 16
 
 Activity = Literal["tools", "judgement"]
 
+PER_ROUND = 16
+
 
 class Reservation:
     """Slots for the first turns of a group's episodes. Each slot is given back once, however the group ends."""
@@ -268,9 +270,6 @@ class Capacity:
         elif self._is_full():
             self._full_s += idle_s
         self._noted_at = now
-
-
-PER_ROUND = 16
 
 
 class LoopYield:

@@ -17,6 +17,9 @@ from slipstream.protocol.config import RunConfig
 from slipstream.rollout_worker.episodes.capacity import Capacity
 from slipstream.rollout_worker.tools.arguments import Weight, weigh
 
+# Characters for each token of the context. Only rows of one character have more.
+_CHARACTERS_PER_TOKEN = 32
+
 
 class Deadline:
     """The time-out of one episode.
@@ -87,10 +90,6 @@ class TurnBudget:
 
     tokens: int
     ends_as: Literal["length", "context"]
-
-
-# Characters for each token of the context. Only rows of one character have more.
-_CHARACTERS_PER_TOKEN = 32
 
 
 def size_fault(prompt: str | Sequence[Any], max_model_len: int) -> str | None:

@@ -228,7 +228,7 @@ class EpisodeRunner:
             return await self._parsed_by_user_code(chat, prompt_ids, turn_ids)
         if len(turn_ids) < _INLINE_TOKENS:
             return chat.parse(prompt_ids, turn_ids)
-        parsed: ParsedTurn = await user_code.in_thread(chat.parse, prompt_ids=prompt_ids, turn_ids=turn_ids)
+        parsed: ParsedTurn = await asyncio.to_thread(chat.parse, prompt_ids=prompt_ids, turn_ids=turn_ids)
         return parsed
 
     async def _parsed_by_user_code(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:

@@ -9,6 +9,7 @@ A space after the first character of each such text keeps it readable, and no to
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -17,11 +18,18 @@ from typing import Any
 
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.tools.base import Content, ToolResult
-from slipstream.rollout_worker.user_code import in_thread
 from slipstream.rollout_worker.user_code.values import without_middle
 
 # Added tokens that are not special but mark up chats. Others, such as Gemma's <table>, are ordinary in pages.
 _OF_CHATS = re.compile(r"</?(think|tools?|tool_\w+|function\w*)>|<[|｜].*[|｜]>|\[/?[A-Z_]+\]")
+
+# Characters of one token in text as tools write it: long rows of spaces are one token.
+_MAX_CHARACTERS_PER_TOKEN = 8
+
+# Keeps a little less than the estimate, so that the next try fits.
+_MARGIN = 0.97
+
+_TRIES = 8
 
 
 class Markup:
@@ -58,14 +66,6 @@ def markup_of(tokenizer: Any) -> Markup:
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return Markup({token.content for token in added if token.special or _OF_CHATS.fullmatch(token.content)})
 
-
-# Characters of one token in text as tools write it: long rows of spaces are one token.
-_MAX_CHARACTERS_PER_TOKEN = 8
-
-# Keeps a little less than the estimate, so that the next try fits.
-_MARGIN = 0.97
-
-_TRIES = 8
 
 CountTokens = Callable[[str], Awaitable[int]]
 
@@ -148,7 +148,7 @@ def token_counter(tokenizer: Any) -> CountTokens:
         return len(encoding.ids)
 
     async def count(text: str) -> int:
-        return int(await in_thread(encode, text=text))
+        return int(await asyncio.to_thread(encode, text=text))
 
     return count
 

@@ -20,6 +20,19 @@ _BUSY = frozenset({408, 425, 429})
 # Statuses of a wrong token, a wrong model or a route that is switched off: this server answers every request so.
 _UNFIT = frozenset({401, 403, 404, 405, 407})
 
+FAILURES = 3
+
+PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+
+logger = logging.getLogger(__name__)
+
+MAX_NOTICES = 16
+
+MAX_CHARACTERS = 500
+
+# Seconds without a failure of its kind after which the next one is told again.
+AGAIN_AFTER_S = 300.0
+
 
 class Doubtful(Exception):
     """Either the request or the server is at fault; one try on another server tells which.
@@ -111,11 +124,6 @@ def error_of(status: int, message: str) -> RequestRejected | ServerFailed:
     return RequestRejected(text) if 400 <= status < 500 and status not in _BUSY else ServerFailed(text)
 
 
-FAILURES = 3
-
-PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-
-
 class _State(Enum):
     CLOSED = "closed"
     OPEN = "open"
@@ -170,17 +178,6 @@ class Breaker:
     def pause_over(self) -> None:
         if self._state is _State.OPEN:
             self._state = _State.TRIAL_DUE
-
-
-logger = logging.getLogger(__name__)
-
-MAX_NOTICES = 16
-
-MAX_CHARACTERS = 500
-
-
-# Seconds without a failure of its kind after which the next one is told again.
-AGAIN_AFTER_S = 300.0
 
 
 @dataclass

@@ -22,6 +22,10 @@ import msgspec
 
 from slipstream.protocol.messages import Server, ServerState
 
+OVERLOAD_FACTOR = 2
+
+OVERLOAD_REQUESTS = 4
+
 
 @dataclass(slots=True)
 class Taint:
@@ -95,11 +99,6 @@ class Taints:
                 taint.proven_at = self.tick
             if taint.until is None and version > taint.version:
                 taint.until = version
-
-
-OVERLOAD_FACTOR = 2
-
-OVERLOAD_REQUESTS = 4
 
 
 @dataclass(eq=False, slots=True)

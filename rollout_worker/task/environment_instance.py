@@ -38,6 +38,17 @@ from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
 # Text or messages. None if the environment returned nothing.
 Observation: TypeAlias = str | list[Message] | None
 
+OURS = ("reset", "get_reward", "respond", "close")
+
+# Methods that always get the same arguments, and their names.
+_CALLED_WITH: Mapping[str, tuple[str, ...]] = {"get_reward": (), "respond": ("messages",), "close": ()}
+
+# Seconds to wait for a call that was given up. A cancelled coroutine needs a moment to end, and a thread may need far
+# longer, so it is not waited for.
+GRACE_S = 1.0
+
+_SPOILT_BY = (reasons.TIMEOUT, "SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError")
+
 
 def observed(returned: Any, images: ImageProcessor | None = None) -> Observation:
     """Convert the value that `reset` returned to plain data.
@@ -210,12 +221,6 @@ class MethodTool(FunctionTool):
         return content
 
 
-OURS = ("reset", "get_reward", "respond", "close")
-
-# Methods that always get the same arguments, and their names.
-_CALLED_WITH: Mapping[str, tuple[str, ...]] = {"get_reward": (), "respond": ("messages",), "close": ()}
-
-
 @dataclass(frozen=True, slots=True)
 class EnvironmentInterface:
     """Lists what the instances of an environment can do.
@@ -318,13 +323,6 @@ def _check_call(cls: str, method: Callable[..., Any], name: str, given: tuple[st
             f"Task(environment=...): {cls}.{name} cannot be called: {error}; write it as "
             f"def {name}({', '.join(('self', *given))})"
         ) from None
-
-
-# Seconds to wait for a call that was given up. A cancelled coroutine needs a moment to end, and a thread may need far
-# longer, so it is not waited for.
-GRACE_S = 1.0
-
-_SPOILT_BY = (reasons.TIMEOUT, "SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError")
 
 
 class Holder:

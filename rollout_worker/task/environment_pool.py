@@ -30,6 +30,11 @@ from slipstream.rollout_worker.user_code.errors import name_of
 
 Factory: TypeAlias = Callable[..., Any]
 
+logger = logging.getLogger(__name__)
+
+# Seconds to close all remaining environments when a worker ends. A supervisor waits longer than this before it kills.
+CLOSE_S = 8.0
+
 
 class PendingInstance:
     """One call of a factory, which may end long after anybody waits for it.
@@ -94,11 +99,6 @@ def _named(factory: Factory) -> Factory:
     constructor = getattr(factory, "__init__", None)
     return constructor if inspect.isfunction(constructor) else factory
 
-
-logger = logging.getLogger(__name__)
-
-# Seconds to close all remaining environments when a worker ends. A supervisor waits longer than this before it kills.
-CLOSE_S = 8.0
 
 # Receives key, text and file:line of a failure in user code that nobody waits for.
 Notify = Callable[[str, str, str | None], None]

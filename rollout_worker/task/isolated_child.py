@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from slipstream.protocol.config import ConfigError, TaskSection
-from slipstream.rollout_worker.user_code.errors import Invocation, defined_at, failure_in
+from slipstream.rollout_worker.user_code.errors import contained, defined_at, failure_in
 
 _PR_SET_PDEATHSIG = 1
 
@@ -35,7 +35,6 @@ def main(task_path: str) -> None:
         task_path: The task, as `path/to/file.py:task`.
     """
     requests, replies = _pipes()
-    pid = os.getpid()
     _die_with_the_parent()
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
@@ -48,13 +47,13 @@ def main(task_path: str) -> None:
     with asyncio.Runner() as runner:
         while True:
             request = json.loads(lines.get())
-            reply = _reply(tools, request["tool"], request["arguments"], runner, pid)
+            reply = _reply(tools, request["tool"], request["arguments"], runner)
             signal.setitimer(signal.ITIMER_REAL, 0)  # An alarm that this tool left must not reach the next one.
             _write(replies, {"id": request["id"], **reply})
 
 
 def _reply(
-    tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner, pid: int
+    tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner
 ) -> dict[str, str | None]:
     from slipstream.rollout_worker.tools.base import as_text
 
@@ -68,7 +67,7 @@ def _reply(
         failure = failure_in(function, error)
         reply.update({"error": str(failure), "kind": failure.kind, "where": failure.where})
 
-    with Invocation(pid, fail):
+    with contained(fail):
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))

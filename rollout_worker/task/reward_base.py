@@ -22,6 +22,19 @@ RESULTS = "agent_results"
 
 OWN_REWARD = "agent"
 
+# Maximum for one reward function and one group. The queue takes 256 metrics a rollout, those of tools included.
+MAX_METRICS = 32
+
+MAX_COLUMNS = 16
+
+MAX_REASONS = 4
+
+NAME_CHARACTERS = 128
+
+TEXT_CHARACTERS = 2000
+
+_SHOWN_CHARACTERS = 60
+
 
 class RewardError(UserCodeError):
     """A reward failed or did not give a list of numbers.
@@ -134,20 +147,6 @@ class Reward(Protocol):
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Compute the reward of each rollout. Raises `RewardError`, also after `timeout_s` seconds."""
-
-
-# Maximum for one reward function and one group. The queue takes 256 metrics a rollout, those of tools included.
-MAX_METRICS = 32
-
-MAX_COLUMNS = 16
-
-MAX_REASONS = 4
-
-NAME_CHARACTERS = 128
-
-TEXT_CHARACTERS = 2000
-
-_SHOWN_CHARACTERS = 60
 
 
 class Notes:

@@ -40,6 +40,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 # Types that can be iterated, but hold no rewards in the order of the completions.
 _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
+DEFAULT_TIMEOUT_S = 120.0
+
 
 class FunctionReward:
     """A reward function `f(completions, prompts, completion_ids, **columns)`, sync or async. It also gets
@@ -157,9 +159,6 @@ def _checked(name: str, function: Callable[..., Any], size: int, values: Any) ->
         text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"
         raise RewardError(name, text, "not finite", user_code.defined_at(function))
     return rewards
-
-
-DEFAULT_TIMEOUT_S = 120.0
 
 
 class RewardFunctions:

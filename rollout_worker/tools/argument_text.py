@@ -28,6 +28,13 @@ _MAX_LITERAL_CHARACTERS = 64 * 1024
 
 _SHOWN_CHARACTERS = 80
 
+_IGNORED = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$comment", "readOnly"}
+
+_KNOWN = {"type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", *_IGNORED}
+
+# JSON's names of types that a schema may use.
+_TYPES = {name for names in NAMES.values() for name in names}
+
 
 def read_arguments(text: str, names: Collection[str]) -> dict[str, Any]:
     """Read the arguments of a call from text.
@@ -139,13 +146,6 @@ def _plain(text: str) -> Any:
 
 
 Check: TypeAlias = Callable[[Any], bool]
-
-_IGNORED = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$comment", "readOnly"}
-
-_KNOWN = {"type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", *_IGNORED}
-
-# JSON's names of types that a schema may use.
-_TYPES = {name for names in NAMES.values() for name in names}
 
 
 def plain_check(schema: Any, as_written: bool) -> Check | None:

@@ -22,6 +22,20 @@ from slipstream.rollout_worker.tools.base import ArgumentsError
 from slipstream.rollout_worker.tools.schema import allows, checked_form, resolved, types_of
 from slipstream.rollout_worker.user_code.values import encodable
 
+MAX_DEPTH = 64
+
+MAX_BITS = 4096
+
+# Bounds, for each value of the arguments, how many references one check follows and how many values it tries to fit.
+# Without it, a schema that refers to itself in two ways would take time exponential in the depth.
+MAX_STEPS_A_VALUE = 20
+
+_STEPS_AT_LEAST = 1000
+
+_STEPS_AT_MOST = 200_000
+
+_MESSAGE_CHARACTERS = 400
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -66,20 +80,6 @@ def weigh(value: Any, most: Weight) -> Weight:
 MOST = Weight(values=100_000, characters=1_000_000)
 
 SMALL = Weight(values=256, characters=2048)
-
-MAX_DEPTH = 64
-
-MAX_BITS = 4096
-
-# Bounds, for each value of the arguments, how many references one check follows and how many values it tries to fit.
-# Without it, a schema that refers to itself in two ways would take time exponential in the depth.
-MAX_STEPS_A_VALUE = 20
-
-_STEPS_AT_LEAST = 1000
-
-_STEPS_AT_MOST = 200_000
-
-_MESSAGE_CHARACTERS = 400
 
 
 @dataclass(frozen=True, slots=True)

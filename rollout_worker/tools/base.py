@@ -28,6 +28,16 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # Text, or parts of text and images.
 Content: TypeAlias = str | list[dict[str, Any]]
 
+# A tool's name is part of a metric's name, so only this many tools are counted by name. All others count as OTHER.
+MAX_COUNTED = 24
+
+NAME_CHARACTERS = 64
+
+# TRL accepts these parts of a message's content from a tool that returns a list.
+_PARTS = ("text", "image", "image_url", "video", "audio")
+
+_OR_SEE = "or set images.enabled = true for a model that sees (worker.tool_isolation = thread)"
+
 
 class Tool(Protocol):
     """Defines one tool, such as a function, a method of an environment or a tool of an MCP server."""
@@ -106,12 +116,6 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "content": self.content, **answers}
 
 
-# A tool's name is part of a metric's name, so only this many tools are counted by name. All others count as OTHER.
-MAX_COUNTED = 24
-
-NAME_CHARACTERS = 64
-
-
 def counted_as(name: str, counted: int) -> str:
     """Return a tool's name in metrics.
 
@@ -146,10 +150,6 @@ def count_call(
         metrics[metric] = metrics.get(metric, 0.0) + count
 
 
-# TRL accepts these parts of a message's content from a tool that returns a list.
-_PARTS = ("text", "image", "image_url", "video", "audio")
-
-
 def as_text(result: object) -> str:
     """Convert a tool's result to the text that the policy reads, no longer than `bounded` allows.
 
@@ -175,9 +175,6 @@ def as_text(result: object) -> str:
         except (TypeError, ValueError, RecursionError):
             pass
     return bounded(str(result))
-
-
-_OR_SEE = "or set images.enabled = true for a model that sees (worker.tool_isolation = thread)"
 
 
 def as_content(result: object, images: ImageProcessor | None) -> Content:

@@ -22,13 +22,13 @@ from slipstream.protocol import access
 from slipstream.protocol.addresses import mcp_command
 from slipstream.protocol.config import ConfigError
 from slipstream.rollout_worker.tools.mcp_stderr import StderrTail
-from slipstream.rollout_worker.tools.mcp_stream import Mended
+from slipstream.rollout_worker.tools.mcp_stream import repaired
 from slipstream.rollout_worker.user_code.process_guard import guarded_command
 from slipstream.rollout_worker.user_code.values import without_middle
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.client._transport import Transport
+    from mcp.client import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ class McpServer:
         # All whose owner may still run, retired ones too.
         self._connections: list[_Connection] = []
         self._failure, self._again_at = "", -float("inf")
-        self._unread_is_told = False
-        self._hanging_is_told = False
+        self._told: set[str] = set()
         self._pinging: asyncio.Task[None] | None = None
         # Of the last answer over HTTP.
         self._status: int | None = None
@@ -163,15 +162,10 @@ class McpServer:
         if not connection.lives or connection.heard_at > began:
             return
         self._give_up(connection)
-        if not self._hanging_is_told:
-            self._hanging_is_told = True
-            _log.warning(
-                "mcp_servers: %s hangs: it answered neither a call in time nor a ping within %g s; the next call %s "
-                "(not told again)",
-                self.shown,
-                PING_WITHIN_S,
-                "starts its command line again" if self.command else "connects to it anew",
-            )
+        then = "starts its command line again" if self.command else "connects to it anew"
+        self._warn_once(
+            f"hangs: it answered neither a call in time nor a ping within {PING_WITHIN_S:g} s; the next call {then}"
+        )
 
     async def close(self) -> None:
         waiting = [task for task in (self._pinging, self._opening) if task is not None]
@@ -228,14 +222,13 @@ class McpServer:
         return f"{text} (HTTP status {self._status}{remedy})"
 
     def _warn_of_unread(self, line: str) -> None:
-        if not self._unread_is_told:
-            self._unread_is_told = True
-            _log.warning(
-                "mcp_servers: %s writes to stdout what is no message of MCP: %a: it is left out; have it write that "
-                "to stderr (not told again)",
-                self.shown,
-                line[:100],
-            )
+        what = "writes to stdout what is no message of MCP"
+        self._warn_once(what, f": {line[:100]!a}: it is left out; have it write that to stderr")
+
+    def _warn_once(self, what: str, more: str = "") -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("mcp_servers: %s %s%s (not told again)", self.shown, what, more)
 
     def _give_up(self, connection: _Connection) -> None:
         connection.retire()
@@ -388,7 +381,7 @@ class _Connection:
 
         async with contextlib.AsyncExitStack() as stack:
             client = await stack.enter_async_context(
-                Client(Mended(self._transport(stack), self._unread, self._hear), cache=None)
+                Client(repaired(self._transport(stack), self._unread, self._hear), cache=None)
             )
             if not self._ready.done():
                 self._ready.set_result(client)

@@ -27,6 +27,29 @@ _left_out = False
 
 _TYPES = "int, float, str, bool, list, dict, Literal, an Enum, a dataclass, a TypedDict or a pydantic model"
 
+# These keywords hold schemas by name; those of `_ONE` hold one schema, those of `_SEVERAL` a list of schemas.
+_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
+
+_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+
+_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+
+# These are removed before a check. Some may never end, some ask for a document from elsewhere, and `nullable` is
+# OpenAPI's: `checked_form` turns it into a type.
+_UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "format", "$dynamicRef", "$schema", "$id", "nullable")
+
+_MAX_HOPS = 16
+
+NAMES: dict[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
@@ -263,30 +286,6 @@ def _by_pydantic(adapter: TypeAdapter[Any]) -> tuple[dict[str, Any], dict[str, A
     for name in list(kept):
         kept[name] = shown(definitions[name], (name,))
     return made, kept
-
-
-# These keywords hold schemas by name; those of `_ONE` hold one schema, those of `_SEVERAL` a list of schemas.
-_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
-
-_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
-
-_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
-
-# These are removed before a check. Some may never end, some ask for a document from elsewhere, and `nullable` is
-# OpenAPI's: `checked_form` turns it into a type.
-_UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "format", "$dynamicRef", "$schema", "$id", "nullable")
-
-_MAX_HOPS = 16
-
-NAMES: dict[type, tuple[str, ...]] = {
-    str: ("string",),
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-}
 
 
 def checked_form(schema: Any) -> Any:

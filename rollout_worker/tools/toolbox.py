@@ -36,7 +36,7 @@ from slipstream.rollout_worker.tools.base import (
 )
 from slipstream.rollout_worker.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
 from slipstream.rollout_worker.tools.mcp import McpTool, mcp_tools
-from slipstream.rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
+from slipstream.rollout_worker.user_code import UserCode, UserCodeError, failure_of
 from slipstream.rollout_worker.user_code.values import encodable
 from slipstream.rollout_worker.vision.processor import ImageProcessor, processor_of
 
@@ -212,7 +212,7 @@ async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Argume
     """Fit arguments to a tool's parameters, large ones in a thread because they would block the event loop."""
     if small(given):
         return parameters.fit(given)
-    arguments: Arguments = await in_thread(parameters.fit, given=given)
+    arguments: Arguments = await asyncio.to_thread(parameters.fit, given=given)
     return arguments
 
 

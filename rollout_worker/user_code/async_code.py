@@ -14,27 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 from slipstream.protocol import reasons
 from slipstream.rollout_worker.user_code.call import Call
-from slipstream.rollout_worker.user_code.errors import (
-    Invocation,
-    NotCalled,
-    defined_at,
-    file_of,
-    name_of,
-    place_in,
-)
+from slipstream.rollout_worker.user_code.errors import NotCalled, defined_at, file_of, name_of
 from slipstream.rollout_worker.user_code.threads import ThreadExecutor, Threads, no_thread
 from slipstream.rollout_worker.user_code.values import encodable
 
@@ -52,44 +40,11 @@ _PINGS_TO_END = 2
 _CLOSE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """The code that occupies an event loop.
-
-    Attributes:
-        name: Name of the code.
-        where: The file:line that it is at, or None if unknown.
-        function: The user function that was called, or None if the code runs in a task that a user function started.
-    """
+class Culprit(NamedTuple):
+    """The code that occupies an event loop: its name, and the file:line that it is at."""
 
     name: str
-    where: str | None
-    function: Callable[..., Any] | None = None
-
-
-# The clock itself, which code that replaces `time.monotonic`, as to freeze the time, does not reach.
-_monotonic = time.monotonic
-
-
-class _SharedLoop(asyncio.SelectorEventLoop):
-    """An event loop that many calls share. Made by its class: user code may set a policy that makes other ones."""
-
-    def time(self) -> float:
-        """Return the clock's seconds, whatever user code makes of `time`."""
-        return _monotonic()
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Do nothing. User code may call this as its own work ends, but other calls still need the executor."""
-
-    def end_copy(self) -> None:
-        """In a copy of the process: let the callback that made it run to its end, or to its next await, and no other.
-
-        The copy shares the file descriptors that wake the loop. It would take wake-ups from the original, and do the
-        work of other calls a second time.
-        """
-        for handle in self._ready:  # type: ignore[attr-defined]
-            handle.cancel()
-        self.stop()
+    where: str
 
 
 class EventLoop:
@@ -104,16 +59,14 @@ class EventLoop:
 
     def __init__(self, executor: ThreadExecutor) -> None:
         self.told = False
-        self._loop = _SharedLoop()
+        self._loop = asyncio.SelectorEventLoop()
         self._loop.set_default_executor(executor)
         self._calls: dict[asyncio.Task[Any], Call] = {}
         self._closing = False
-        self._pid = os.getpid()
         # Needs no lock: the caller's thread writes one of the two, and the loop's thread the other.
         self._asked = self._answered = 0
         self._unanswered = 0
         self._thread = threading.Thread(target=self._serve, daemon=True, name="async user code")
-        _all_loops.add(self)
         try:
             self._thread.start()
         except RuntimeError:
@@ -149,23 +102,19 @@ class EventLoop:
 
     def culprit(self) -> Culprit | None:
         """Return the user code that runs at this moment, or None if none does."""
-        task = asyncio.current_task(self._loop)
-        call = None if task is None else self._calls.get(task)
-        if call is not None:
-            return Culprit(name_of(call.function), place_in(call.function, self._thread.ident), call.function)
-        # The code is not of a call: user code started a task or a callback.
-        frames = list(_frames_of_step(self._thread.ident))
-        files = {file_of(other.function) for other in list(self._calls.values())}
-        ours = [frame for frame in frames if frame.f_code.co_filename in files] or frames
-        if not ours or ours[-1].f_code.co_filename == __file__:
+        frames = []
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
+            frames.append(frame)
+            frame = frame.f_back
+        if frame is None:  # The loop is between two callbacks.
             return None
-        code = ours[-1].f_code
-        return Culprit(encodable(code.co_qualname), encodable(f"{code.co_filename}:{ours[-1].f_lineno}"))
-
-    def end_copy(self) -> None:
-        """End the copy of the process that code on this loop has just made, once that code returns control."""
-        if threading.get_ident() == self._thread.ident:
-            self._loop.end_copy()
+        files = {file_of(call.function) for call in list(self._calls.values())}
+        ours = [each for each in frames if each.f_code.co_filename in files] or frames
+        if ours[-1].f_code.co_filename == __file__:
+            return None
+        code = ours[0].f_code
+        return Culprit(encodable(code.co_qualname), encodable(f"{code.co_filename}:{ours[0].f_lineno}"))
 
     def close(self) -> None:
         """Cancel running calls and end the loop. Code that blocks the loop ends with the process."""
@@ -181,9 +130,8 @@ class EventLoop:
         asyncio.set_event_loop(self._loop)
         while not (self._closing or self._loop.is_closed()):
             # A SystemExit in a task that user code started ends run_forever. So does a call of loop.stop().
-            with Invocation(self._pid, _ignore):
+            with contextlib.suppress(BaseException):
                 self._loop.run_forever()
-        self._loop.set_task_factory(None)  # One that user code set may fail.
         with contextlib.suppress(BaseException):
             self._loop.run_until_complete(self._finish())
         self._loop.close()
@@ -205,8 +153,7 @@ class EventLoop:
         self._answered = number
 
     def _start(self, call: Call, came_back: Callable[[Call], None]) -> None:
-        # Not by `create_task`, which calls a task factory that user code may have set.
-        call.task = asyncio.Task(call.run_async(self._pid), loop=self._loop)
+        call.task = self._loop.create_task(call.run_async())
         self._calls[call.task] = call
         # Not at the end of the coroutine: one that other code cancels before its first step never runs.
         call.task.add_done_callback(partial(self._ended, call, came_back))
@@ -222,33 +169,6 @@ class EventLoop:
     def _cancel(self, call: Call) -> None:
         if call.task is not None:  # Otherwise it has ended, or finds that it is not wanted any more.
             call.task.cancel()
-
-
-_all_loops: WeakSet[EventLoop] = WeakSet()
-
-
-def _end_copies() -> None:
-    for loop in list(_all_loops):
-        loop.end_copy()
-
-
-os.register_at_fork(after_in_child=_end_copies)
-
-
-def _frames_of_step(thread: int | None) -> Iterator[FrameType]:
-    """Yield the frames of the callback that an event loop's thread runs, the innermost first. Yields none between two
-    callbacks."""
-    frames: list[FrameType] = []
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
-        frames.append(frame)
-        frame = frame.f_back
-    if frame is not None:
-        yield from frames
-
-
-def _ignore(error: BaseException) -> None:
-    """Ignore an error that ended an event loop, which is run again."""
 
 
 class Loops:
@@ -307,7 +227,7 @@ class Loops:
         if self._executor is None:
             self._executor = ThreadExecutor(self._threads, _PINGS_TO_END * self._ping_s)
         self._executor.caller = call.loop
-        patience = max(MAX_UNANSWERED, min(MAX_PATIENCE, (call.typical_s or call.timeout_s or 0.0) / 10))
+        patience = max(MAX_UNANSWERED, min(MAX_PATIENCE, (call.timeout_s or 0.0) / 10))
         home = next((loop for loop in self._loops if loop.unanswered < patience), None)
         if home is None:
             if len(self._loops) == MAX_LOOPS:
@@ -331,14 +251,12 @@ class Loops:
     def give_up(self, call: Call) -> None:
         home, more = self._homes[call], ""
         culprit = home.culprit() if home.blocked else None
-        if culprit is not None and culprit.function is not call.function:
+        if culprit is not None and culprit.name != name_of(call.function):
             more = f": {culprit.name} blocked its event loop at {culprit.where}"
         call.settle(call.late(more))
         self.left(call)
 
     def left(self, call: Call) -> None:
-        if call.pending is not None:
-            call.pending.close()
         self._homes[call].cancel(call)
         call.loop.call_later(_PINGS_TO_END * self._ping_s, self._count_if_hung, call)
 
@@ -348,9 +266,6 @@ class Loops:
             self._watch.cancel()
         while self._loops:
             self._loops.pop().close()
-
-    def __del__(self) -> None:
-        self.close()
 
     def _came_back(self, call: Call) -> None:
         self.came_back += 1

@@ -12,8 +12,6 @@ returned, and not on how long calls were refused.
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -29,22 +27,19 @@ from slipstream.rollout_worker.user_code.isolation import Processes
 from slipstream.rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
 from slipstream.rollout_worker.user_code.values import copied
 
-# These signals end a process that does not handle them.
-_TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
-
 # Seconds that a sync agent may still run after its episode is over. Then it counts as hung.
 _AGENT_ENDS_S = 5.0
-
-_ISOLATE = 'set worker.tool_isolation = "process", where a tool that hangs is killed'
-_OWN_TIME_OUT = "give what waits in it a time-out of its own"
-
-Alarm = Callable[[str, str, str | None], None]
 
 # User code is shut off if no call has returned for this many times the longest time-out.
 TIMEOUTS = 4
 
 # Minimum of that wait, in seconds.
 MIN_SHUT_OFF_S = 60.0
+
+_ISOLATE = 'set worker.tool_isolation = "process", where a tool that hangs is killed'
+_OWN_TIME_OUT = "give what waits in it a time-out of its own"
+
+Alarm = Callable[[str, str, str | None], None]
 
 
 class Kind(StrEnum):
@@ -107,7 +102,6 @@ class UserCode:
             self._of_tools,
             ping_s,
         )
-        self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated, self._no_thread_was_free)
 
     @property
@@ -120,25 +114,18 @@ class UserCode:
         return self._threads[kind].limit
 
     async def __aenter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in _TIMERS:
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    asyncio.get_running_loop().add_signal_handler(number, self._a_timer_went_off, number)
-                    self._expected.append(number)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in self._expected:
-            asyncio.get_running_loop().remove_signal_handler(number)
         while self._watched:
             self._watched.popitem()[1].cancel()
         for threads in self._threads.values():
             threads.close()
         self._loops.close()
         if self._processes is not None:
-            self._processes.close()
+            await self._processes.close()
 
     async def call(
         self,
@@ -147,7 +134,6 @@ class UserCode:
         timeout_s: float,
         kind: Kind = Kind.TOOL,
         waiting: AbstractContextManager[None] | None = None,
-        typical_s: float | None = None,
         /,
         **arguments: Any,
     ) -> Any:
@@ -159,8 +145,6 @@ class UserCode:
             timeout_s: Seconds that the call may take.
             kind: Selects the threads of a sync function.
             waiting: Context that is entered while the call waits for a thread.
-            typical_s: Seconds that it may take unless it has to wait, where `timeout_s` is longer. It waits a tenth of
-                them for a blocked loop.
             **arguments: Arguments of the function, which gets copies.
 
         Returns:
@@ -170,8 +154,7 @@ class UserCode:
             UserCodeError: `function` or `plain` raised an exception, or did not finish in time.
             NotCalled: Too many calls of this kind hang.
         """
-        call = self.begin(function, plain, timeout_s, kind, function, typical_s, **arguments)
-        return await call.result(waiting)
+        return await self.begin(function, plain, timeout_s, kind, function, **arguments).result(waiting)
 
     def begin(
         self,
@@ -180,26 +163,15 @@ class UserCode:
         timeout_s: float,
         kind: Kind,
         named: Callable[..., Any],
-        typical_s: float | None = None,
         /,
         **arguments: Any,
     ) -> Call:
-        """Start a call, whose result is to be awaited, and whose end can be.
+        """Start a call, whose result is to be awaited, and whose end can be. Arguments and errors are those of `call`.
 
         Args:
-            function: Calls the user's function.
-            plain: As for `call`.
-            timeout_s: As for `call`.
-            kind: As for `call`.
             named: The user's function, which errors name. It decides whether `function` is sync or async.
-            typical_s: As for `call`.
-            **arguments: Arguments of `function`, which gets copies.
-
-        Raises:
-            UserCodeError: The call cannot be started.
-            NotCalled: Too many calls of this kind hang.
         """
-        call = Call(named, partial(_started, function, arguments), plain, timeout_s, self._loops, typical_s)
+        call = Call(named, partial(_started, function, arguments), plain, timeout_s, self._loops)
         (self._loops if is_async(named) else self._threads[kind]).begin(call)
         return call
 
@@ -269,21 +241,6 @@ class UserCode:
             )
         else:
             self._watch(pool)
-
-    def _a_timer_went_off(self, number: int) -> None:
-        text = (
-            f"user code set a timer that sent {signal.Signals(number).name} to the whole worker, which ignored it, as "
-            f"signals work in none of its threads: {self._of_tools}"
-        )
-        self.alarm("timer", text, None)
-
-
-async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Run `function(**arguments)` in a thread, and return or raise what it does.
-
-    This is for Slipstream's own slow code. If the caller is cancelled, the thread continues on its own.
-    """
-    return await asyncio.get_running_loop().run_in_executor(None, partial(function, **arguments))
 
 
 def _started(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

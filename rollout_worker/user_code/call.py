@@ -12,7 +12,6 @@ to the other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.protocol import reasons
-from slipstream.rollout_worker.user_code.errors import Invocation, UserCodeError, defined_at, failure_in
+from slipstream.rollout_worker.user_code.errors import UserCodeError, contained, defined_at, failure_in
 from slipstream.rollout_worker.user_code.values import ATOMS
 
 # Maximum number of items that are collected from an async generator.
@@ -68,7 +67,6 @@ class Call:
         plain: Turns the result into plain data. It runs where the function ran.
         timeout_s: Seconds that the call may take, counted from when it has a thread. None allows it any time.
         awaiting: The pool that awaits what the function returns. None if an awaitable is an ordinary result.
-        typical_s: Seconds that it may take unless it has to wait; None for `timeout_s`.
         pool: The pool that has the call now.
         loop: The caller's event loop.
         future: Set on `loop` when the call has ended or is late. None once its caller knows.
@@ -81,7 +79,7 @@ class Call:
         waited_s: Seconds that the call waited for a thread.
         thread: Identifier of the thread that runs the call, or None before that.
         task: Task that runs the call on the event loop of user code, or None.
-        pending: An awaitable that the function returned, or None.
+        pending: An awaitable that the function returned and that is not awaited yet, or None.
         outcome: The result as plain data.
         failure: The error that ended the call, or None.
     """
@@ -91,7 +89,6 @@ class Call:
     plain: Callable[[Any], Any]
     timeout_s: float | None
     awaiting: CallPool | None = None
-    typical_s: float | None = None
     pool: CallPool | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     future: asyncio.Future[None] | None = None
@@ -104,7 +101,7 @@ class Call:
     waited_s: float = 0.0
     thread: int | None = None
     task: asyncio.Task[Any] | None = None
-    pending: PendingAwaitable | None = None
+    pending: Any = None
     outcome: Any = None
     failure: UserCodeError | None = None
 
@@ -139,34 +136,41 @@ class Call:
 
     # What follows runs where user code runs.
 
-    def run(self, pid: int) -> None:
-        """Run the call in this thread. A copy of the process `pid` ends here."""
+    def run(self) -> None:
+        """Run the call in this thread."""
         self.thread = threading.get_ident()
         if self.wanted and self.start is not None:
             self.began = True
-            with Invocation(pid, self._fail):
+            with contained(self._fail):
                 result = self.start()
                 if self.awaiting is not None and _is_awaited(result):
-                    self.pending = PendingAwaitable(result)
+                    self.pending = result
                 else:
                     self.outcome = self.plain(result)
         self.start = None
 
-    async def run_async(self, pid: int) -> None:
-        """Run the call on this event loop. A copy of the process `pid` ends here."""
+    async def run_async(self) -> None:
+        """Run the call on this event loop."""
         if self.wanted and self.start is not None:
             self.began = True
-            with Invocation(pid, self._fail):
+            with contained(self._fail):
                 result = self.start()
+                self.pending = None
                 while _is_awaited(result):
                     result = await (_collected(result) if inspect.isasyncgen(result) else result)
                 self.outcome = self.plain(result)
-        self.start = self.pending = None
+        self.drop()
 
     def was_cancelled(self) -> None:
         """Note that other code cancelled the call before it began."""
-        self.start = self.pending = None
+        self.drop()
         self._fail(asyncio.CancelledError())
+
+    def drop(self) -> None:
+        """Drop the function, and close a coroutine that it gave and nobody will await: Python warns about those."""
+        if inspect.iscoroutine(self.pending):
+            self.pending.close()
+        self.start = self.pending = None
 
     def _fail(self, error: BaseException) -> None:
         self.failure = failure_in(self.function, error)
@@ -186,14 +190,14 @@ class Call:
     def thread_ended(self) -> None:
         """End the call, whose thread has run it. If it returned an awaitable, have that awaited first."""
         if self.pending is not None and self.awaiting is not None and self.wanted:
-            self.start = self.pending.take
+            self.start = lambda: self.pending
             try:
                 self.awaiting.begin(self)
             except UserCodeError as error:
                 self.failure = error
             else:
                 return
-        self.start = self.pending = None
+        self.drop()
         self.finish()
 
     def finish(self, error: UserCodeError | None = None) -> None:
@@ -218,29 +222,6 @@ class Call:
         """Return the error that says that the call is late."""
         text = "nobody waits for it" if self.timeout_s is None else f"no answer within {self.timeout_s:g} s"
         return UserCodeError(text + more, reasons.TIMEOUT, defined_at(self.function))
-
-
-class PendingAwaitable:
-    """Carries an awaitable from the thread that made it to the event loop that awaits it.
-
-    A coroutine is closed if it is never taken out, for example because its caller has gone in the meantime. Python
-    warns about one that is dropped. No user code runs when a coroutine is closed before it started.
-    """
-
-    def __init__(self, awaitable: Any) -> None:
-        self._awaitables = [awaitable]
-
-    def take(self) -> Any:
-        return self._awaitables.pop()
-
-    def close(self) -> None:
-        with contextlib.suppress(IndexError):
-            awaitable = self._awaitables.pop()
-            if inspect.iscoroutine(awaitable) and inspect.getcoroutinestate(awaitable) == inspect.CORO_CREATED:
-                awaitable.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _is_awaited(result: Any) -> bool:

@@ -1,8 +1,6 @@
 """Describes failures of user code as text: the error, the line in the user's file, and the remedy if one is known.
 
-Invariant: describing an error runs no code of the error except its text, and that may fail.
-
-`Invocation` surrounds every call of user code.
+Invariant: no exception of user code leaves `contained`, which surrounds every call of it.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CodeType, TracebackType
-from typing import Any, Self
+from types import CodeType
+from typing import Any
 
 from slipstream.rollout_worker.user_code.values import encodable, type_name
 
@@ -61,7 +59,7 @@ class NotCalled(UserCodeError):
 def failure_of(error: BaseException, file: str | None, otherwise: str | None = None) -> UserCodeError:
     """Describe `error` as a `UserCodeError` with the innermost line of the user's `file`.
 
-    Of the error's own code only its text is run, and that may fail.
+    This runs the error's `__str__`, which may fail.
 
     Args:
         error: The exception.
@@ -69,10 +67,9 @@ def failure_of(error: BaseException, file: str | None, otherwise: str | None = N
         otherwise: The file:line to name if the error was not raised in `file`.
     """
     kind = type_name(error)
-    trace = BaseException.__dict__["__traceback__"].__get__(error)
-    lines = [line for frame, line in traceback.walk_tb(trace) if frame.f_code.co_filename == file]
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
     try:
-        text = f"{kind}({error})" if issubclass(type(error), SystemExit) else f"{kind}: {error}"
+        text = f"{kind}({error})" if isinstance(error, SystemExit) else f"{kind}: {error}"
     except BaseException as another:
         text = f"{kind}, whose text fails with {type_name(another)}"
     if len(text) > MAX_CHARACTERS:
@@ -87,15 +84,13 @@ def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeEr
 
     A `UserCodeError` is returned as it is, without the frames that would keep the user's objects alive.
     """
-    if issubclass(type(error), asyncio.CancelledError):
+    if isinstance(error, asyncio.CancelledError):
         text = "it cancelled itself, or other code on its event loop cancelled it"
         return UserCodeError(text, "CancelledError", defined_at(function))
-    if issubclass(type(error), UserCodeError):  # Not isinstance, which would ask the error for its class.
-        assert isinstance(error, UserCodeError)
+    if isinstance(error, UserCodeError):
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
-    code = _code(function)
-    return failure_of(error, None if code is None else code.co_filename, defined_at(function))
+    return failure_of(error, file_of(function), defined_at(function))
 
 
 def defined_at(function: Callable[..., Any]) -> str | None:
@@ -130,10 +125,8 @@ def place_in(function: Callable[..., Any], thread: int | None) -> str | None:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return the function's name as its author wrote it."""
-    while isinstance(function, partial):
-        function = function.func
-    name = _attribute(function, "__qualname__")
-    return name if isinstance(name, str) and name else type(function).__qualname__
+    function = _whole(function)
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -152,9 +145,14 @@ def gives_items(function: Callable[..., Any]) -> bool:
     return inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)
 
 
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
+    return function
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    function = _whole(function)
     return function if inspect.isroutine(function) else type(function).__call__
 
 
@@ -174,14 +172,8 @@ def _remedy(kind: str, text: str) -> str:
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
-    while isinstance(function, partial):
-        function = function.func
-    with contextlib.suppress(Exception):  # A proxy has every attribute, and so is wrapped without end.
-        function = inspect.unwrap(function)
-    for called in (function, type(function).__call__):
-        if isinstance(code := _attribute(called, "__code__"), CodeType):
-            return code
-    return None
+    function = inspect.unwrap(_whole(function))
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def needs_main_thread(function: Callable[..., Any]) -> bool:
@@ -189,20 +181,18 @@ def needs_main_thread(function: Callable[..., Any]) -> bool:
 
     In a thread this fails. What a function calls otherwise is not looked at.
     """
-    seen: set[CodeType] = set()
-    waiting = [function]
+    seen: set[Callable[..., Any]] = set()
+    waiting = [inspect.unwrap(function)]
     while waiting:
         called = waiting.pop()
-        code = _code(called)
-        if code is None or code in seen:
+        if called in seen or not inspect.isfunction(called):
             continue
-        seen.add(code)
-        names = {name for part in _codes(code) for name in part.co_names}
+        seen.add(called)
+        names = {name for part in _codes(called.__code__) for name in part.co_names}
         if names & _ALARMS:
             return True
-        known = _attribute(inspect.unwrap(called) if callable(called) else called, "__globals__") or {}
-        found = [known.get(name) for name in names]
-        waiting += [each for each in found if inspect.isfunction(each) and inspect.unwrap(each).__globals__ is known]
+        found = [inspect.unwrap(value) for name in names if callable(value := called.__globals__.get(name))]
+        waiting += [each for each in found if getattr(each, "__globals__", None) is called.__globals__]
     return False
 
 
@@ -214,54 +204,20 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(part)
 
 
-def _attribute(value: object, name: str) -> Any:
-    """Return an attribute; None if there is none, or if the code that would find it fails."""
-    try:
-        return getattr(value, name, None)
-    except Exception:
-        return None
+@contextlib.contextmanager
+def contained(on_error: Callable[[BaseException], object]) -> Iterator[None]:
+    """Surround a call of user code: `with contained(failed): ...`. `failed` gets the exception that ended the code.
 
-
-class Invocation:
-    """Surrounds a call of user code: `with Invocation(pid, failed): ...`. No exception leaves it.
-
-    It ends copies of the process that user code makes with `os.fork`. A copy may run user code to the end of the call,
-    as `fork` is meant to be used. After that it must not continue as a second worker, or as a second child that
-    answers. It exits with the code of a `SystemExit`, with 1 after any other error, and with 0 without an error.
-
-    Args:
-        pid: Identifier of the original process.
-        on_error: Called with the exception that ended the user's code.
-
-    Attributes:
-        failed: True if an exception ended the user's code.
+    A copy of this process that the code made with `os.fork` ends here, so that it does not go on as a second worker.
     """
-
-    __slots__ = ("_on_error", "_pid", "failed")
-
-    def __init__(self, pid: int, on_error: Callable[[BaseException], object]) -> None:
-        self.failed = False
-        self._pid = pid
-        self._on_error = on_error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if os.getpid() != self._pid:
-            os._exit(0 if error is None else _exit_code(error))
-        if error is not None:
-            self.failed = True
-            self._on_error(error)
-        return True
-
-
-def _exit_code(error: BaseException) -> int:
-    if not issubclass(type(error), SystemExit):
-        return 1
-    code = SystemExit.__dict__["code"].__get__(error)
-    if code is None:
-        return 0
-    return code & 255 if type(code) is int else 1
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != pid:
+            code = getattr(error, "code", 1) or 0
+            os._exit(code if isinstance(code, int) else 1)
+        on_error(error)
+    else:
+        if os.getpid() != pid:
+            os._exit(0)

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 
 _POLL_S = 0.1
 
+_PROGRAM = (sys.executable, "-I", "-S", __file__)
+
 
 class ProcessGuard:
     """Controls the guard process from its owner. The process starts with the first group. Any thread may call.
@@ -117,9 +119,6 @@ def signal_group(group: int, number: int) -> bool:
     except PermissionError:  # macOS, for a group of zombies.
         return False
     return True
-
-
-_PROGRAM = (sys.executable, "-I", "-S", __file__)
 
 
 def _guard(owner: int, grace_s: float) -> None:

@@ -8,7 +8,7 @@ calls fail at once. A call waits for a thread as long as necessary, because each
 The threads are daemons: none keeps the process from ending.
 
 `ThreadExecutor` hands the jobs of `asyncio.to_thread` and `loop.run_in_executor(None, ...)` to `Threads`. asyncio's own
-executor has few threads, never replaces one that hangs, and keeps the process from ending.
+executor never replaces a thread that hangs, and keeps the process from ending.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 from slipstream.protocol import reasons
 from slipstream.rollout_worker.user_code.call import Call
 from slipstream.rollout_worker.user_code.errors import (
-    Invocation,
     NotCalled,
     UserCodeError,
+    contained,
     defined_at,
     name_of,
     place_in,
@@ -40,8 +39,6 @@ HUNG_PER_THREAD = 4
 
 # Seconds that a job without a time-out waits for a thread before a person is told.
 _JOB_WAITS_S = 10.0
-
-_Jobs: TypeAlias = "SimpleQueue[Call | None]"
 
 
 class Threads:
@@ -56,17 +53,14 @@ class Threads:
         remedy: Advice to the user if calls hang.
         after_cancel_s: Seconds that a running call may still take when its caller has gone. None allows it the rest of
             its time-out.
-
-    Attributes:
-        hung: Number of calls that were given up and are still running.
     """
 
     def __init__(
         self,
         limit: int,
-        on_hung: Callable[[], None] = lambda: None,
-        on_full: Callable[[str], None] = lambda text: None,
-        remedy: str = "fix the code that hangs",
+        on_hung: Callable[[], None],
+        on_full: Callable[[str], None],
+        remedy: str,
         after_cancel_s: float | None = None,
     ) -> None:
         self.limit = limit
@@ -79,12 +73,13 @@ class Threads:
         self._on_full = on_full
         self._after_cancel_s = after_cancel_s
         self._running: set[Call] = set()  # Without those that hang.
-        self._idle: list[_Jobs] = []
-        self._starter: SimpleQueue[tuple[_Jobs, Call] | None] | None = None
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._threads = self._idle = 0
         self._waiting: deque[tuple[Call, float]] = deque()  # With the time of the loop's clock when each was requested.
 
     @property
     def hung(self) -> int:
+        """Number of calls that were given up and are still running."""
         return len(self._hung)
 
     @property
@@ -100,22 +95,6 @@ class Threads:
         where = place_in(those[0].function, those[0].thread)
         place = f" ({where})" if where else ""
         return f"{self.hung} calls have not come back, {len(those)} of them of {name}{place}"
-
-    async def run(self, function: Callable[..., Any], start: Callable[[], Any], timeout_s: float) -> Any:
-        """Call `start` in a thread, and return its result.
-
-        Args:
-            function: The function that errors name.
-            start: The work to do.
-            timeout_s: Seconds that the call may take, counted from when it has a thread.
-
-        Raises:
-            UserCodeError: The call failed or was late.
-            NotCalled: Too many calls hang.
-        """
-        call = Call(function, start, _as_it_is, timeout_s)
-        self.begin(call)
-        return await call.result()
 
     def begin(self, call: Call) -> None:
         if self.full:
@@ -147,49 +126,42 @@ class Threads:
             call.start_timer(self._after_cancel_s)
 
     def close(self) -> None:
-        """End idle threads. Busy threads end when their calls do."""
-        self.limit = 0
-        if self._starter is not None:
-            self._starter.put(None)
-        while self._idle:
-            self._idle.pop().put(None)
-
-    def __del__(self) -> None:
-        self.close()
+        """End the threads, busy ones as their calls end."""
+        for _ in range(self._threads):
+            self._calls.put(None)
 
     def _start(self, call: Call) -> None:
-        if self._idle:
-            self._idle.pop().put(call)
+        if self._idle == 0:
+            try:
+                threading.Thread(target=self._serve, daemon=True, name="user code").start()
+            except RuntimeError as error:
+                call.finish(no_thread(call, error))
+                return
+            self._threads += 1
         else:
-            if self._starter is None:
-                self._starter = SimpleQueue()
-                _start_thread(_start_all, self._starter)
-            self._starter.put((SimpleQueue(), call))
+            self._idle -= 1
         self._running.add(call)
         call.start_timer(call.timeout_s)
+        self._calls.put(call)
 
-    def not_started(self, call: Call, error: RuntimeError) -> None:
-        """End a call for which the machine provides no more threads. It runs on the loop."""
-        self._release(call)
-        call.finish(no_thread(call, error))
-        self._start_waiting()
+    def _serve(self) -> None:
+        """Run calls in this thread until it receives None."""
+        while (call := self._calls.get()) is not None:
+            call.run()
+            with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
+                call.loop.call_soon_threadsafe(self._ended, call)
+            del call
 
-    def ended(self, jobs: _Jobs, call: Call) -> None:
-        """Release a thread, whose queue is `jobs`, after it has run a call. It runs on the loop."""
-        self._release(call)
-        call.thread_ended()
-        if self.limit == 0:
-            jobs.put(None)
-            return
-        self._idle.append(jobs)
-        self._start_waiting()
-
-    def _release(self, call: Call) -> None:
+    def _ended(self, call: Call) -> None:
+        """Release the thread of a call that has ended. It runs on the caller's loop."""
+        self._idle += 1
         if call.hung:
             self._hung.discard(call)
             self.came_back += 1
         else:
             self._running.discard(call)
+        call.thread_ended()
+        self._start_waiting()
 
     def _start_waiting(self) -> None:
         while self._waiting and (self.full or len(self._running) < self.limit):
@@ -227,52 +199,6 @@ def no_thread(call: Call, error: RuntimeError | OSError) -> UserCodeError:
     return UserCodeError(text, type(error).__name__, defined_at(call.function))
 
 
-def _start_all(starts: SimpleQueue[tuple[_Jobs, Call] | None]) -> None:
-    """Start threads on request, in a thread of its own, until it receives None.
-
-    `Thread.start` waits until the new thread runs. This takes long if many threads compete for the interpreter lock,
-    and the event loop must not wait for it.
-    """
-    while (wanted := starts.get()) is not None:
-        jobs, call = wanted
-        jobs.put(call)
-        try:
-            _start_thread(_serve, jobs)
-        except RuntimeError as error:
-            _tell(call, _threads_of(call).not_started, call, error)
-        del wanted, jobs, call
-
-
-def _serve(jobs: _Jobs) -> None:
-    """Run calls in this thread until it receives None.
-
-    An idle thread holds nothing but its queue, so that the threads of a forgotten `Threads` can be ended.
-    """
-    pid = os.getpid()
-    while (call := jobs.get()) is not None:
-        call.run(pid)
-        _tell(call, _threads_of(call).ended, jobs, call)
-        del call
-
-
-def _threads_of(call: Call) -> Threads:
-    assert isinstance(call.pool, Threads)
-    return call.pool
-
-
-def _tell(call: Call, what: Callable[..., None], *arguments: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
-        call.loop.call_soon_threadsafe(what, *arguments)
-
-
-def _start_thread(target: Callable[[Any], None], queue: SimpleQueue[Any]) -> None:
-    threading.Thread(target=target, args=(queue,), daemon=True, name="user code").start()
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
-
-
 class _Job(Future[Any]):
     """A job that async code hands to a thread. `on_leave` is called if it is still running when nobody awaits it."""
 
@@ -287,6 +213,12 @@ class _Job(Future[Any]):
         if not (cancelled or self.done()):
             self._on_leave(self)
         return cancelled
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Run the job in this thread. Its result or error goes straight to the code that awaits it."""
+        if self.set_running_or_notify_cancel():
+            with contained(self.set_exception):
+                self.set_result(work())
 
 
 class ThreadExecutor(ThreadPoolExecutor):
@@ -305,7 +237,6 @@ class ThreadExecutor(ThreadPoolExecutor):
         self.caller = asyncio.get_running_loop()
         self._pool = threads
         self._grace_s = grace_s
-        self._pid = os.getpid()
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         job = _Job(self._on_leave)
@@ -313,22 +244,13 @@ class ThreadExecutor(ThreadPoolExecutor):
         return job
 
     def _begin(self, job: _Job, work: Callable[[], Any]) -> None:
-        call = job.call = Call(_function_of(work), partial(self._run, job, work), _as_it_is, None)
+        call = job.call = Call(_function_of(work), partial(job.run, work), lambda result: result, None)
         assert call.future is not None
         call.future.add_done_callback(partial(_refuse, job))
         try:
             self._pool.begin(call)
         except NotCalled as error:
             call.finish(error)
-
-    def _run(self, job: _Job, work: Callable[[], Any]) -> None:
-        """Run the job in a thread. Its result or error goes straight to the code that awaits it."""
-        if job.set_running_or_notify_cancel():
-            with Invocation(self._pid, job.set_exception) as invocation:
-                result = work()
-            if not invocation.failed:
-                job.set_result(result)
-            del job, invocation  # An error holds this frame, and they would hold the error.
 
     def _on_leave(self, job: _Job) -> None:
         with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
@@ -341,7 +263,7 @@ class ThreadExecutor(ThreadPoolExecutor):
 
 def _refuse(job: _Job, ended: asyncio.Future[None]) -> None:
     """Pass the reason on why a job was not started. A job that runs has its own result."""
-    error = None if ended.cancelled() else ended.exception()
+    error = ended.exception()
     if error is not None and not (job.running() or job.done()):
         job.set_exception(RuntimeError(str(error)))
 

@@ -21,6 +21,9 @@ from typing import Any
 # Types of values that cannot be changed, and so need no copy.
 ATOMS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
+# Maximum length of a tool's result behind the boundary. The worker cuts it further, by tokens.
+MAX_CHARACTERS = 1024 * 1024
+
 
 def copied(value: Any) -> Any:
     """Copy a value. This may run user code (`__deepcopy__`), so call it behind the boundary."""
@@ -83,10 +86,6 @@ def plain(value: Any, place: str, keep: tuple[type, ...] = ()) -> Any:
     )
 
 
-# Maximum length of a tool's result behind the boundary. The worker cuts it further, by tokens.
-MAX_CHARACTERS = 1024 * 1024
-
-
 def encodable(text: str) -> str:
     """Return `text` as a plain str that UTF-8 can encode.
 
@@ -122,9 +121,5 @@ def as_number(value: Any) -> float:
 
 
 def type_name(value: object) -> str:
-    """Return the name of a value's type without running the type's own code.
-
-    A plain read of `__name__` may run the code of a metaclass.
-    """
-    name: str = type.__dict__["__name__"].__get__(type(value))
-    return bounded(name, 200)
+    """Return the name of a value's type, as it can be sent."""
+    return bounded(type(value).__name__, 200)

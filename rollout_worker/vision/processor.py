@@ -27,6 +27,9 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 # Number of vLLM's msgpack extension for the bytes of a tensor (vllm 0.32, `v1/serial_utils.py`).
 _RAW_VIEW = 3
 
+# Pixels of the longer side, and JPEG's quality: about 2 kB.
+_PREVIEW_SIDE, _PREVIEW_QUALITY = 112, 60
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
@@ -162,10 +165,6 @@ def _item(arrays: Arrays, fields: Mapping[str, str]) -> str:
         tensor = [array.dtype.name, list(array.shape), msgspec.msgpack.Ext(_RAW_VIEW, array.tobytes())]
         item[name] = {"data": tensor, "field": [fields[name], field]}
     return base64.b64encode(msgspec.msgpack.encode(item)).decode()
-
-
-# Pixels of the longer side, and JPEG's quality: about 2 kB.
-_PREVIEW_SIDE, _PREVIEW_QUALITY = 112, 60
 
 
 def _preview(image: Any) -> str:

@@ -45,6 +45,9 @@ _MAX_DEPTH = 4
 # An open image that several episodes share is read from one file: two threads would get a mixture of rows.
 _one_at_a_time = Lock()
 
+# The greatest value of pixels that have more than eight bits, for white.
+_WHITE = 65535
+
 
 class ImageError(ValueError):
     """Raised for an image that cannot be used. The text says why, and what to change."""
@@ -201,10 +204,6 @@ def _as_rgb(image: Any) -> Any:
         behind = Image.new("RGBA", turned.size, "white")
         turned = Image.alpha_composite(behind, turned)
     return turned.convert("RGB")
-
-
-# The greatest value of pixels that have more than eight bits, for white.
-_WHITE = 65535
 
 
 def _as_grey(image: Any) -> Any:

@@ -27,6 +27,17 @@ MAX_FAULTS = 32
 # Codes that agents branch on: the first is OpenAI's, the others are Slipstream's.
 CONTEXT, TURNS, OVER = "context_length_exceeded", "turn_limit", "episode_over"
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# Fields of an assistant's message that neither templates nor this endpoint read.
+_UNREAD = ("audio", "function_call")
+
+# Names that clients and servers use for an assistant's reasoning; the first one that holds text counts.
+_REASONING = ("reasoning_content", "reasoning")
+
+# Types of content parts, and the fields that hold their texts.
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+
 
 @dataclass(frozen=True, slots=True)
 class ApiErrorKind:
@@ -72,15 +83,6 @@ def refusal(faults: Sequence[ApiErrorKind]) -> ApiError:
 
 def over() -> ApiError:
     return ApiError(410, "the episode of this key is over: its agent has returned, raised or timed out", OVER)
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# Fields of an assistant's message that neither templates nor this endpoint read.
-_UNREAD = ("audio", "function_call")
-
-# Names that clients and servers use for an assistant's reasoning; the first one that holds text counts.
-_REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +154,6 @@ def read_messages(given: Sequence[Any]) -> list[ChatMessage]:
     if faults:
         raise refusal(faults[:MAX_FAULTS])
     return messages
-
-
-# Types of content parts, and the fields that hold their texts.
-_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
 def read_text(

@@ -28,6 +28,57 @@ _MAX_BYTES = 256 * 1024
 
 _STRICT = "the policy's arguments are not held to the schema; give false, and check them in the agent"
 
+MAX_MESSAGES = 4096
+
+# Maximum answers to one request, and stop texts; OpenAI's bounds are 128 and 4.
+MAX_ANSWERS = 16
+
+MAX_STOPS = 16
+
+_STOP_CHARACTERS = 1000
+
+_SHOWN_CHARACTERS = 60
+
+# Labels, and hints about price and speed: they do not change an answer.
+HARMLESS_PARAMETERS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    }
+)
+
+# Parameters of the distribution: accepted where they have the run's own value.
+RUN_PARAMETERS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+_CONSTRAINED = "it would change what the policy samples, and so what log-probs mean"
+
+# Parameters that are not followed, and the remedy.
+_UNFOLLOWED: Mapping[str, str] = {
+    "seed": "a row would be sampled alike each time that it comes; leave it out",
+    "reasoning_effort": "set chat.chat_template_kwargs in the run file, if the model knows efforts; leave it out",
+    "verbosity": "say in a message what is wanted; leave it out",
+}
+
+# Parameters that are never honoured, and the remedy.
+REFUSED_PARAMETERS: Mapping[str, str] = {
+    "functions": "it is deprecated; give tools",
+    "function_call": "it is deprecated; give tool_choice",
+    "audio": "the policy writes text alone; leave it out",
+    "web_search_options": "the policy searches nothing; give a tool that does",
+    "moderation": "nothing is moderated here; leave it out",
+}
+
+READ_PARAMETERS = frozenset(
+    {
+        *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "n", "stop", "stream", "stream_options"),
+        *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "logit_bias"),
+        "modalities",
+    }
+)
+
 
 def read_tools(tools: Any, faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]) -> list[dict[str, Any]]:
     """Return the schemas of a request's tools. Faults are added to `faults`, what is not followed to `unenforced`."""
@@ -76,59 +127,6 @@ def _read(
     # Templates write all fields of a function in their order.
     function = {"description": description, **function, "parameters": function.get("parameters") or empty}
     return {"type": "function", "function": {"name": name, **function}}
-
-
-MAX_MESSAGES = 4096
-
-# Maximum answers to one request, and stop texts; OpenAI's bounds are 128 and 4.
-MAX_ANSWERS = 16
-
-MAX_STOPS = 16
-
-_STOP_CHARACTERS = 1000
-
-_SHOWN_CHARACTERS = 60
-
-
-# Labels, and hints about price and speed: they do not change an answer.
-HARMLESS_PARAMETERS = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-    }
-)
-
-# Parameters of the distribution: accepted where they have the run's own value.
-RUN_PARAMETERS = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-
-_CONSTRAINED = "it would change what the policy samples, and so what log-probs mean"
-
-# Parameters that are not followed, and the remedy.
-_UNFOLLOWED: Mapping[str, str] = {
-    "seed": "a row would be sampled alike each time that it comes; leave it out",
-    "reasoning_effort": "set chat.chat_template_kwargs in the run file, if the model knows efforts; leave it out",
-    "verbosity": "say in a message what is wanted; leave it out",
-}
-
-# Parameters that are never honoured, and the remedy.
-REFUSED_PARAMETERS: Mapping[str, str] = {
-    "functions": "it is deprecated; give tools",
-    "function_call": "it is deprecated; give tool_choice",
-    "audio": "the policy writes text alone; leave it out",
-    "web_search_options": "the policy searches nothing; give a tool that does",
-    "moderation": "nothing is moderated here; leave it out",
-}
-
-READ_PARAMETERS = frozenset(
-    {
-        *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "n", "stop", "stream", "stream_options"),
-        *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "logit_bias"),
-        "modalities",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

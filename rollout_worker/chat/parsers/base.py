@@ -21,6 +21,17 @@ from typing import Any, Protocol
 
 Message = dict[str, Any]
 
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+# A turn with more calls is of no use, so the rest are not read.
+MAX_CALLS = 256
+
+_JSON = json.JSONDecoder()
+
+_SPACE = re.compile(r"\s*")
+
+OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -82,11 +93,6 @@ class ParsedTurn:
             message["tool_calls"] = functions
         return message
 
-
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-
-# A turn with more calls is of no use, so the rest are not read.
-MAX_CALLS = 256
 
 Call = ToolCall | MalformedCall
 
@@ -181,9 +187,6 @@ class Unreadable(ValueError):
         self.at = at
 
 
-_JSON = json.JSONDecoder()
-
-
 def read_json(text: str, at: int) -> tuple[Any, int]:
     """Read the JSON value that begins at `at`, after white space.
 
@@ -210,9 +213,6 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
 def encodable(text: str) -> str:
     """Replace each half of a surrogate pair in `text`, because UTF-8 cannot write it."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-_SPACE = re.compile(r"\s*")
 
 
 def skip_space(text: str, at: int) -> int:
@@ -258,9 +258,6 @@ def malformed(source: CallFinder, following: re.Pattern[str], at: int, why: str)
     if found is None:
         return [MalformedCall(why)], len(source.text)
     return [MalformedCall(why)], found.end() if found["close"] is not None else found.start()
-
-
-OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,16 @@ from slipstream.rollout_worker.chat.parsers.base import (
     skip_space,
 )
 
+_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
+
+_BEGINS_A_CALL = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:parameters|arguments)"'
+)
+
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+
 
 class TaggedJson:
     """Reads calls that are JSON between two tags.
@@ -141,12 +151,6 @@ KIMI = NamedJson(
     closes="<|tool_call_end|>",
 )
 
-_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
-
-_BEGINS_A_CALL = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:parameters|arguments)"'
-)
-
 
 class _Llama3Json:
     opening = re.compile(r'<\|python_tag\|>\s*(?=\{)|\{(?=\s*"(?:name|type)"\s*:)')
@@ -166,10 +170,6 @@ class _Llama3Json:
 
 
 LLAMA3_JSON = _Llama3Json()
-
-_MISTRAL_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
-
-_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class _Mistral:

@@ -39,6 +39,20 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "0": "\0", "\
 # quote ends the string only before a comma, a colon, a closing bracket or the end of the text.
 _MARKS = {quote: re.compile(rf"\\.|{quote}(?=\s*(?:[,:)\]}}]|$))", re.DOTALL) for quote in ("'", '"')}
 
+_GEMMA_CLOSES = "<tool_call|>"
+
+_GEMMA_NEXT = re.compile(r"<\|tool_call>|(?P<close><tool_call\|>)")
+
+_GEMMA_NAME = re.compile(r"\s*call:([\w.-]{1,256})\s*(?=\{)")
+
+_LFM2_CLOSES = "<|tool_call_end|>"
+
+_LFM2_NEXT = re.compile(r"<\|tool_call_start\|>|(?P<close><\|tool_call_end\|>)")
+
+_LFM2_NAME = re.compile(r"\s*([\w.-]{1,256})\(\s*")
+
+_KEY = re.compile(r"\s*(\w{1,256})\s*=")
+
 
 @dataclass(frozen=True, slots=True)
 class Literals:
@@ -142,12 +156,6 @@ def _unescaped(escape: re.Match[str]) -> str:
     return _ESCAPED.get(escape[3], escape[3])
 
 
-_GEMMA_CLOSES = "<tool_call|>"
-
-_GEMMA_NEXT = re.compile(r"<\|tool_call>|(?P<close><tool_call\|>)")
-
-_GEMMA_NAME = re.compile(r"\s*call:([\w.-]{1,256})\s*(?=\{)")
-
 _GEMMA_LITERALS = Literals(quote='<|"|>', bare_keys=re.compile(r"[\w.-]{1,256}"))
 
 
@@ -176,13 +184,6 @@ class _Gemma4:
 
 GEMMA4 = _Gemma4()
 
-_LFM2_CLOSES = "<|tool_call_end|>"
-
-_LFM2_NEXT = re.compile(r"<\|tool_call_start\|>|(?P<close><\|tool_call_end\|>)")
-
-_LFM2_NAME = re.compile(r"\s*([\w.-]{1,256})\(\s*")
-
-_KEY = re.compile(r"\s*(\w{1,256})\s*=")
 
 _LFM2_LITERALS = Literals()
 

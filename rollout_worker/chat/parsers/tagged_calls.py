@@ -41,6 +41,19 @@ from slipstream.rollout_worker.chat.parsers.base import (
     skip_space,
 )
 
+# A header is short, so a longer match would be text.
+_HEADER = re.compile(r"(?:<\|start\|>)?([^<]{0,300}(?:<\|(?:channel|constrain)\|>[^<]{0,300}){0,3})<\|message\|>")
+
+_MESSAGE = "<|message|>"
+
+_END = re.compile(r"<\|(?:end|eom|eot|call|return)\|>|(?=<\|start\|>)")
+
+_ATEM_RECIPIENT = re.compile(r"\bto=([\w.-]{1,256})")
+
+_HARMONY_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]{1,256})")
+
+_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
+
 
 @dataclass(frozen=True, slots=True)
 class TaggedValues:
@@ -97,14 +110,6 @@ def _without_line_breaks(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-# A header is short, so a longer match would be text.
-_HEADER = re.compile(r"(?:<\|start\|>)?([^<]{0,300}(?:<\|(?:channel|constrain)\|>[^<]{0,300}){0,3})<\|message\|>")
-
-_MESSAGE = "<|message|>"
-
-_END = re.compile(r"<\|(?:end|eom|eot|call|return)\|>|(?=<\|start\|>)")
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """Holds one message of a turn.
@@ -151,8 +156,6 @@ def _turn_of_blocks(text: str, calls: Calls, thoughts: Sequence[str], content: S
     )
 
 
-_ATEM_RECIPIENT = re.compile(r"\bto=([\w.-]{1,256})")
-
 _CALLS = TaggedValues(
     opening=re.compile(r"(?:<atem:function_calls>\s*)?<atem:invoke name="),
     name=re.compile(r'"(?P<name>[^"<>\n]{1,256})">'),
@@ -198,10 +201,6 @@ GLM4 = TaggedValues(
     closing=re.compile(r"</tool_call>"),
     shape="name, then arg_key and arg_value for each argument, all tags closed",
 )
-
-_HARMONY_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]{1,256})")
-
-_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
 def parse_harmony(text: str, before: Before) -> ParsedTurn:

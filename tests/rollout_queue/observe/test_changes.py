@@ -9,9 +9,10 @@ import pytest
 
 from slipstream.protocol.history import Event
 from slipstream.protocol.status import LearnerStatus
+from slipstream.rollout_queue.observe.causes import diagnose
 from slipstream.rollout_queue.observe.changes import ChangeFinder
-from slipstream.rollout_queue.observe.diagnosis import Symptoms, diagnose
 from slipstream.rollout_queue.observe.history import History
+from slipstream.rollout_queue.observe.symptoms import Symptoms
 from slipstream.rollout_queue.observe.windows import GroupOutcome
 from tests.kit import config
 from tests.kit.status import status

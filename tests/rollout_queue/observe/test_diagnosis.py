@@ -24,7 +24,8 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.messages import Notice as Told
 from slipstream.protocol.rollouts import TOOLS_OFFERED
 from slipstream.protocol.status import Cause, Notice, WorkerStatus
-from slipstream.rollout_queue.observe.diagnosis import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
+from slipstream.rollout_queue.observe.causes import diagnose
+from slipstream.rollout_queue.observe.symptoms import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms
 from slipstream.rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
 from tests.kit import config, group
 from tests.kit.messages import group_of_roles

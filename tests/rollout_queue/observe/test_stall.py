@@ -10,7 +10,8 @@ from slipstream.protocol import reasons
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.protocol.status import GroupCounts
 from slipstream.rollout_queue.ledger.records import TicketRecord, TicketState
-from slipstream.rollout_queue.observe.stall import StallInputs, StepProgress, alarm_after_s, judge
+from slipstream.rollout_queue.observe.causes import StallInputs, judge
+from slipstream.rollout_queue.observe.progress import StepProgress, alarm_after_s
 
 SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
 DOWN = [*SERVING, Server("vllm-1", "u", ServerState.DOWN, 3, "connection refused")]

@@ -13,7 +13,6 @@ import renderers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.chat.base import PromptError
 from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from slipstream.rollout_worker.tools.toolbox import ToolBox
@@ -299,13 +298,13 @@ def test_a_text_prompt_is_taken_as_it_is(chat):
 
 async def test_long_texts_are_rendered_in_a_thread_and_short_ones_at_once(monkeypatch):
     chat = build("qwen3", {}, SCHEMAS)
-    in_thread, threads = user_code.in_thread, []
+    in_thread, threads = asyncio.to_thread, []
 
     async def counted(work, **arguments):
         threads.append(work)
         return await in_thread(work, **arguments)
 
-    monkeypatch.setattr(user_code, "in_thread", counted)
+    monkeypatch.setattr(asyncio, "to_thread", counted)
     ids = await chat.prompt_ids([USER])
     turn_ids = [*ids_of(chat, "Well."), chat.stop_token_ids[0]]
     assert await chat.suffix_ids(ids, turn_ids, [{"role": "tool", "content": "short"}])

@@ -26,15 +26,19 @@ PER_WORKER = 4
 # A fleet that starts at once connects at once: each worker's first poll and heartbeat.
 _NEW_PER_WORKER = 2
 
-# File descriptors of store, log, listener, and threads' pipes.
+_NEW = 64
+
+_CONTROL = 256
+
+_CLOSING = 256
+
+_HEALTH = 32
+
+# Store, log, listener, threads' pipes.
 _FILES = 64
 
 # File descriptors without which no queue starts: enough for 10 workers.
-MIN_DESCRIPTORS = 732
-
-_WORKER_ROUTES = (access.DRAW_TICKETS, access.FAIL_TICKET, access.HEARTBEAT, access.SIGN_OFF, access.SUBMIT_GROUP)
-
-_WORKER_PATHS = tuple({route.path.partition("{")[0].encode() for route in _WORKER_ROUTES})
+MIN_DESCRIPTORS = 256
 
 
 class Kind(StrEnum):
@@ -51,6 +55,11 @@ class Kind(StrEnum):
     CLOSING = "closing"
 
 
+_WORKER_ROUTES = (access.DRAW_TICKETS, access.FAIL_TICKET, access.HEARTBEAT, access.SIGN_OFF, access.SUBMIT_GROUP)
+
+_WORKER_PATHS = tuple({route.path.partition("{")[0].encode() for route in _WORKER_ROUTES})
+
+
 def kind_of(target: bytes) -> Kind:
     """Return the kind of a connection by its request's target: a path, maybe with a query, encoded or a whole URL."""
     path = target.partition(b"?")[0]
@@ -65,13 +74,14 @@ def kind_of(target: bytes) -> Kind:
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """How many connections of each kind there may be, for `max_workers`."""
+    """How many connections of each kind there may be, for `max_workers`, and file descriptors for other uses."""
 
     max_workers: int
-    new: int = 64
-    control: int = 256
-    closing: int = 256
-    health: int = 32
+    new: int = _NEW
+    control: int = _CONTROL
+    closing: int = _CLOSING
+    health: int = _HEALTH
+    files: int = _FILES
 
     @property
     def limits(self) -> Mapping[Kind, int]:
@@ -86,7 +96,7 @@ class Shares(msgspec.Struct, frozen=True):
     @property
     def descriptors(self) -> int:
         """File descriptors that the process needs."""
-        return sum(self.limits.values()) + _FILES
+        return sum(self.limits.values()) + self.files
 
 
 def fit(max_workers: int, descriptors: int) -> Shares:
@@ -95,8 +105,21 @@ def fit(max_workers: int, descriptors: int) -> Shares:
     Args:
         descriptors: At least `MIN_DESCRIPTORS`.
     """
-    most = (descriptors - Shares(0).descriptors) // (PER_WORKER + _NEW_PER_WORKER)
-    return Shares(min(max_workers, most))
+    wanted = Shares(max_workers)
+    if wanted.descriptors <= descriptors:
+        return wanted
+    # With few descriptors the other shares are small, too.
+    eighth = descriptors // 8
+    least = Shares(
+        0,
+        new=min(_NEW, eighth),
+        control=min(_CONTROL, eighth),
+        closing=min(_CLOSING, eighth),
+        health=min(_HEALTH, eighth),
+        files=min(_FILES, 2 * eighth),
+    )
+    left = descriptors - least.descriptors
+    return msgspec.structs.replace(least, max_workers=min(max_workers, left // (PER_WORKER + _NEW_PER_WORKER)))
 
 
 def raise_descriptors() -> int:

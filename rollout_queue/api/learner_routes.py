@@ -19,7 +19,7 @@ from slipstream.protocol.messages import (
     ServerChange,
 )
 from slipstream.protocol.status import Evaluation, EvaluationRequest
-from slipstream.rollout_queue.api.requests import ReadyBroker, handles, read_json, reply_json
+from slipstream.rollout_queue.api.requests import ReadyBroker, handles, has_left, read_json, reply_json
 from slipstream.rollout_queue.broker import learner
 from slipstream.rollout_queue.ledger.records import Refusal
 
@@ -57,7 +57,7 @@ async def read_evaluations(request: Request, broker: ReadyBroker) -> Response:
 @handles(router, access.LEASE, LeaseRequest, {200: LeaseReply})
 async def lease(request: Request, broker: ReadyBroker) -> Response:
     message: LeaseRequest = await read_json(request, LeaseRequest)
-    reply = await learner.lease(broker, message, request.is_disconnected)
+    reply = await learner.lease(broker, message, has_left(request))
     return Response(codec.encode(reply), media_type=MSGPACK)
 
 

@@ -5,10 +5,10 @@ A body is bounded before it is decoded (its own bytes, and those of all bodies b
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -74,6 +74,7 @@ HTTP_STATUS: Mapping[str, int] = {reason: status for status, named in _REASONS_B
 
 _TEXT_FIELDS = {"detail", "reason", "rollout", "text", "what"}  # for people to read
 
+
 H = TypeVar("H", bound=Callable[..., Any])
 
 
@@ -136,40 +137,66 @@ class ByteBudget:
         self._max_bytes = max_bytes
         self.taken = 0
 
-    @contextlib.contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
-        """Hold one body's share, which is given back at the end of the `with`. Yields a function that takes so many
-        bytes more, and refuses (FULL) if there is no room."""
-        held = 0
+    def share(self) -> ByteShare:
+        return ByteShare(self)
 
-        def grow(count: int) -> None:
-            nonlocal held
-            if self.taken + count > self._max_bytes:
-                raise Refusal(
-                    reasons.FULL,
-                    f"bodies of {self.taken} bytes are being read, allowed are {self._max_bytes}: try again in a "
-                    f"moment",
-                    retry_after_s=1.0,
-                )
-            self.taken += count
-            held += count
+    def take(self, count: int) -> None:
+        """Take `count` more bytes. Refused (FULL) if there is no room."""
+        if self.taken + count > self._max_bytes:
+            raise Refusal(
+                reasons.FULL,
+                f"bodies of {self.taken} bytes are being read, allowed are {self._max_bytes}: try again in a moment",
+                retry_after_s=1.0,
+            )
+        self.taken += count
 
-        try:
-            yield grow
-        finally:
-            self.taken -= held
+    def give_back(self, count: int) -> None:
+        self.taken -= count
 
 
-async def read_body(request: Request, limit: int, remedy: str, grow: Callable[[int], None] | None = None) -> bytes:
+class ByteShare:
+    """One body's share of a `ByteBudget`, given back at the end of the `with`."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._taken = 0
+
+    def grow(self, count: int) -> None:
+        """Take `count` more bytes. Refused (FULL) if there is no room."""
+        self._budget.take(count)
+        self._taken += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.give_back(self._taken)
+
+
+def has_left(request: Request) -> Callable[[], Awaitable[bool]]:
+    """Return a function that tells whether the sender of a request has hung up."""
+    cycle: Any = getattr(request.receive, "__self__", None)  # uvicorn's, which knows without waiting for a message
+    if not hasattr(cycle, "disconnected"):
+        return request.is_disconnected
+
+    async def asked() -> bool:
+        return bool(cycle.disconnected)
+
+    return asked
+
+
+async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
     """Read a request's body.
 
     Args:
         limit: Maximum size, bytes.
         remedy: What to do about a larger one, for the error.
-        grow: Counts the bytes while they are held, as `ByteBudget.share` yields it.
+        share: Counts the bytes while they are held.
 
     Raises:
-        Refusal: TOO_LARGE, before anything is read if the length is declared; FULL if `grow` finds no room.
+        Refusal: TOO_LARGE, before anything is read if the length is declared; FULL if `share` has no room.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -180,8 +207,8 @@ async def read_body(request: Request, limit: int, remedy: str, grow: Callable[[i
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, more = message.get("body", b""), message.get("more_body", False)
-        if grow is not None:
-            grow(len(chunk))
+        if share is not None:
+            share.grow(len(chunk))
         chunks.append(chunk)
         size += len(chunk)
         if size > limit:

@@ -10,6 +10,7 @@ from slipstream.rollout_queue.api.requests import (
     ByteBudget,
     ReadyBroker,
     handles,
+    has_left,
     read_body,
     read_json,
     reply_json,
@@ -24,7 +25,7 @@ router = APIRouter()
 async def draw_tickets(request: Request, broker: ReadyBroker) -> Response:
     """Answer 204 if there are no tickets after the wait."""
     message: TicketRequest = await read_json(request, TicketRequest)
-    reply = await workers.draw_tickets(broker, message, request.is_disconnected)
+    reply = await workers.draw_tickets(broker, message, has_left(request))
     return reply_json(reply) if reply is not None else Response(status_code=204)
 
 
@@ -54,10 +55,10 @@ async def submit_group(request: Request, broker: ReadyBroker, id: str) -> Respon
     """Answer 201 for a group that is new, 200 if it is here already."""
     limit = broker.config.queue.max_group_bytes
     bodies: ByteBudget = request.app.state.bodies
-    with bodies.share() as grow:
+    with bodies.share() as share:
 
         async def body() -> bytes:
-            return await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes", grow)
+            return await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes", share)
 
         if await workers.submit_group(broker, id, body):
             return Response(b"new", 201)

@@ -34,7 +34,7 @@ from slipstream.protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from slipstream.rollout_queue.api.connection_pool import MIN_DESCRIPTORS, Shares
+from slipstream.rollout_queue.api.connection_pool import Shares
 from slipstream.rollout_queue.broker import learner, lifecycle, status
 from slipstream.rollout_queue.broker.broker import Broker
 from slipstream.rollout_queue.broker.clock import Clock
@@ -692,12 +692,12 @@ def test_fewer_workers_are_taken_where_the_process_may_open_few_files(caplog: py
     assert fitted(given, 20_000) == (given, Shares(2048))
     assert not caplog.records
     fewer, shares = fitted(given, 1024)
-    assert fewer.queue.max_workers == shares.max_workers == 58
+    assert fewer.queue.max_workers == shares.max_workers == 101
     assert (fewer.run_dir, fewer.queue.port) == (given.run_dir, given.queue.port)
     assert "queue.max_workers = 2048 needs 12960 file descriptors and this process may open 1024" in caplog.text
-    fitted(given, MIN_DESCRIPTORS)
-    with pytest.raises(ConfigError, match="needs at least 732 file descriptors and this process may open 731: raise"):
-        fitted(given, 731)
+    fitted(given, 256)
+    with pytest.raises(ConfigError, match="needs at least 256 file descriptors and this process may open 255: raise"):
+        fitted(given, 255)
 
 
 async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_page_readable() -> None:

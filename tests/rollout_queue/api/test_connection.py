@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import multiprocessing
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -341,7 +344,7 @@ async def test_a_kept_connection_is_counted_where_its_newest_request_belongs() -
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["in one piece", "one after the other"])
-async def test_a_second_request_before_the_first_answer_ends_the_connection_after_that_answer(together: bool) -> None:
+async def test_a_second_request_before_the_first_answer_is_refused_after_that_answer(together: bool) -> None:
     poll = post(codec.encode_json(TicketRequest("w", 1, wait_s=0.3)))
     async with counted_door() as (port, seen):
         for first, status in ((HEALTH, b"200"), (poll, b"204")):
@@ -355,10 +358,22 @@ async def test_a_second_request_before_the_first_answer_ends_the_connection_afte
                 writer.write(STATUS * 500)
             async with asyncio.timeout(PATIENCE_S):
                 answer = await reader.read()
-            (only,) = answer.split(b"HTTP/1.1 ")[1:]
-            assert only.startswith(status)
+            answers = answer.split(b"HTTP/1.1 ")[1:]
+            assert answers[0].startswith(status)
+            assert not any(other.startswith(b"400") for other in answers[:-1])
+            assert answers[-1].startswith(b"400")
+            assert b"\r\nconnection: close\r\n" in answers[-1]
+            assert "send one at a time" in refusal(answers[-1]).message
             writer.close()
         assert await healthz(port) < 0.5
+
+
+@pytest.mark.parametrize("after", [b"\0" * 99, b"GET\r\n\r\n"])
+async def test_what_is_no_request_is_refused_after_the_answer_before_it(after: bytes) -> None:
+    async with door() as port:
+        answer = await talk(port, HEALTH + after)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1 400 ") == 1
 
 
 async def test_requests_one_after_the_other_are_all_answered() -> None:
@@ -398,11 +413,13 @@ async def test_a_request_that_could_be_read_in_two_ways_is_refused(twice: str) -
         assert await healthz(port) < 0.5
 
 
-async def test_a_trailer_is_not_kept() -> None:
+async def test_a_trailer_is_not_kept_and_a_body_in_tiny_pieces_is_refused() -> None:
     chunked = post(b"", Transfer_Encoding="chunked", Content_Length="none")
     async with door() as port:
         trailed = chunked + b"2\r\n{}\r\n0\r\nX: y\r\nContent-Type: text/plain\r\n\r\n"
         assert b" 422 " in await talk(port, trailed)
+        for tiny in (b"1;" + b"x" * MIB, b"1\r\na\r\n" * 9999, b"0\r\n" + b"X: y\r\n" * 9999):
+            assert b" 400 " in await talk(port, chunked, tiny)
 
 
 async def test_an_answer_comes_through_although_the_body_is_still_on_its_way() -> None:
@@ -556,7 +573,7 @@ async def _with_groups(count: int) -> AsyncIterator[tuple[Served, QueueClient, i
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "workers"), [(2**31, 2048), (12960, 2048), (12959, 2047), (1024, 58), (MIN_DESCRIPTORS, 10)]
+    ("descriptors", "workers"), [(2**31, 2048), (12960, 2048), (12959, 2047), (1024, 101), (MIN_DESCRIPTORS, 10)]
 )
 def test_connections_fit_the_file_descriptors(descriptors: int, workers: int) -> None:
     shares = fit(2048, descriptors)
@@ -605,7 +622,7 @@ async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
         tickets = (await client.tickets(TicketRequest("w", 2, wait_s=0.0))).tickets
         body = codec.encode(group(tickets[0]))
         with bodies.share() as others:
-            others(256 * MIB - len(body) + 1)
+            others.grow(256 * MIB - len(body) + 1)
             async with (
                 aiohttp.ClientSession(headers={"Content-Type": JSON}) as session,
                 session.put(f"{url}/v1/groups/{tickets[0].id}", data=body) as response,
@@ -616,6 +633,18 @@ async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
         assert await client.submit(group(tickets[0])) is True
         assert await client.submit(group(tickets[0])) is False
         assert bodies.taken == 0
+
+
+async def test_a_body_that_flows_for_ever_is_refused() -> None:
+    async with door(body_s=0.02, body_bytes=1, whole_body_s=0.1) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"", Content_Length="60000"))
+        answered = asyncio.create_task(reader.readline())
+        while not answered.done():
+            writer.write(b" " * 50)
+            await asyncio.wait([answered], timeout=0.005)
+        assert b" 408 " in answered.result()
+        writer.close()
 
 
 async def test_groups_are_judged_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,6 +667,38 @@ async def test_groups_are_judged_one_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         assert await asyncio.gather(*(client.submit(group(ticket)) for ticket in tickets)) == [True] * len(tickets)
     assert len(tickets) > 1
     assert most == 1
+
+
+@pytest.mark.parametrize("split", [20, -1], ids=["in its head", "in its body"])
+def test_a_request_that_came_while_the_process_was_stopped_is_answered(split: int) -> None:
+    """Time-outs are called before what has come is read."""
+    uvloop = pytest.importorskip("uvloop")
+    whole, (ours, theirs) = post(), multiprocessing.Pipe()
+
+    async def serve() -> None:
+        async with door(head_s=0.5, body_s=0.5) as port:
+            theirs.send(port)
+            await asyncio.sleep(60)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+
+    process = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    process.start()
+    try:
+        port = ours.recv()
+        with socket.create_connection(("127.0.0.1", port), 30.0) as client:
+            client.sendall(whole[:split])
+            asyncio.run(healthz(port))  # so that the first part has been read
+            os.kill(process.pid or 0, signal.SIGSTOP)
+            client.sendall(whole[split:])
+            sleep(2.0)
+            os.kill(process.pid or 0, signal.SIGCONT)
+            assert b" 422 " in client.recv(65536)
+    finally:
+        process.kill()
+        process.join()
 
 
 async def test_i8_a_client_that_never_reads_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from slipstream.protocol import access
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.config.load import SAME_TERMINAL
 from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, signal_group
-from slipstream.weight_sync.vllm.staging_cores import staging_environment
+from slipstream.weight_sync.transports.staging_cores import staging_environment
 
 # The role of a process, which is also the name of its command. A rank is one of the learner's but the first, where each
 # is started by itself.

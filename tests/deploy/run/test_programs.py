@@ -13,7 +13,7 @@ import pytest
 from slipstream.deploy.run import processes
 from slipstream.deploy.run.processes import Children, Program
 from slipstream.protocol.config import load
-from slipstream.weight_sync.vllm.staging_cores import STAGING_CORES
+from slipstream.weight_sync.transports.staging_cores import STAGING_CORES
 from tests.deploy.stage import until
 
 RUN_FILE = Path("/the run/run.toml")

@@ -22,9 +22,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from slipstream.weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
 from slipstream.weight_sync.transports.registry import TRANSPORTS, of_backend
+from slipstream.weight_sync.transports.staging_cores import on_staging_cores
 from slipstream.weight_sync.vllm.engine import shadow_modules
 from slipstream.weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
-from slipstream.weight_sync.vllm.staging_cores import on_staging_cores
 from slipstream.weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.weight_sync.vllm.staging_cores import on_staging_cores, staging_environment
+from slipstream.weight_sync.transports.staging_cores import on_staging_cores, staging_environment
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this platform has no affinity")
 

@@ -141,7 +141,8 @@ class Fleet:
             self._read.clear()
             try:
                 await self._read_registry()
-                await self._mark_stale()
+                for member in [*self.members.values()]:
+                    await member.handle(Compared(time.monotonic(), self._lag_of(member.standing)))
                 self._free_snapshots()
                 self._note_recovery()
             except QueueError as error:
@@ -271,11 +272,6 @@ class Fleet:
 
     async def _put(self, server: Server) -> Server:
         return await self._registry.put_server(server, self._session())
-
-    async def _mark_stale(self) -> None:
-        """Take servers out of service whose lag would hold up the admission of tickets (stale)."""
-        for member in [*self.members.values()]:
-            await member.handle(Compared(time.monotonic(), self._lag_of(member.standing)))
 
     def _free_snapshots(self) -> None:
         """End publications of old versions whose snapshots keep other servers from the newest."""

@@ -7,7 +7,7 @@ answers into events.
 - A version serves once a proof of it held on the server's present process (I5). A restart, weights of another origin
   or a new registration forget all that is known of the process.
 - A failed proof, a model that is not whole, or a server that is left paused quarantine the server: `_taint` alone does
-  that (I5, I6). If the queue was not there to hear it, it is told before anything else.
+  that (I5, I6). If the queue was not there to hear it, or of a restart, it is told before anything else.
 - A publication that ended without a verdict may have been swapped in. Its proof is asked before anything else is
   published, as the proof of a newer version would count for it too.
 - A server that generates nothing leaves service, and serves again without a publication.
@@ -38,8 +38,6 @@ LOOK_EVERY_S = 2.0
 DOWN_AFTER_S = 10.0
 COMPUTING_DOWN_AFTER_S = 60.0
 
-# Shown in place of a transport's name for adapters.
-ADAPTER = "adapter"
 _S = ServerState
 
 
@@ -55,6 +53,16 @@ class Weights(Struct, frozen=True):
     version: int
     label: str
     adapter: bool = False
+
+
+class Tell(Struct, frozen=True):
+    """Tell the queue a state. `must`: what follows makes no sense if it refuses."""
+
+    state: ServerState
+    version: int | None = None
+    reason: str | None = None
+    proof: Proof | None = None
+    must: bool = False
 
 
 class Process(Struct, frozen=True):
@@ -92,7 +100,7 @@ class MemberState(Struct, frozen=True):
     took_s: float = 0.0  # Seconds of its last publication.
     slow: str | None = None  # Why it is slow, with the remedy; None while it is not.
     transport: str | None = None  # How weights travel to it, None while it has not said so.
-    taint: tuple[int, str] | None = None  # Version and reason of a verdict that the queue has not heard yet.
+    unheard: Tell | None = None  # After a failed proof, or where a process is forgotten, until the queue has heard it.
     settled_at: float | None = None  # The drain for which the queue knows that nothing is on its way to it.
 
     @property
@@ -200,16 +208,6 @@ class Left(Event, frozen=True):  # The server has left the fleet, or the learner
     left_paused: bool
 
 
-class Tell(Struct, frozen=True):
-    """Tell the queue a state. `must`: what follows makes no sense if it refuses."""
-
-    state: ServerState
-    version: int | None = None
-    reason: str | None = None
-    proof: Proof | None = None
-    must: bool = False
-
-
 class Warn(Struct, frozen=True):  # Log a warning about the server.
     text: str
 
@@ -244,7 +242,8 @@ def decide(state: MemberState, event: Event) -> Decision:
             return replace(state, server=server, process=process), _NOTHING
         case Told(told=told, server=server):
             state = replace(state, settled_at=server.changed_at) if told is _S.DRAINING else state
-            return replace(state, server=server, taint=None if told is _S.QUARANTINED else state.taint), _NOTHING
+            heard = state.unheard is None or state.unheard.state is told
+            return replace(state, server=server, unheard=None if heard else state.unheard), _NOTHING
         case Refused(reason=reason):
             # It registered again or was removed meanwhile: the registry, which is read soon, says which.
             version = state.target.version if state.target is not None else 0
@@ -287,7 +286,7 @@ def decide(state: MemberState, event: Event) -> Decision:
 
 
 def _begin_round(state: MemberState) -> Decision:
-    unheard = _NOTHING if state.taint is None else _taint(state, *state.taint)[1]
+    unheard = _NOTHING if state.unheard is None else _first(state, state.unheard)
     state = _end_attempt(state, unproven=state.process.attempt)
     if state.server.state is _S.DRAINING:
         settled = state.settled_at == state.server.changed_at
@@ -301,7 +300,7 @@ def _answered(state: MemberState, event: Answered) -> Decision:
     if not state.answers:
         state = _process(state, next_try=0.0)
     adapter = state.target is not None and state.target.adapter
-    transport = ADAPTER if adapter else of_backend(engine.transport) or engine.transport
+    transport = "adapter" if adapter else of_backend(engine.transport) or engine.transport
     state = replace(state, answers=True, start_text=None, silent_since=None, transport=transport)
     state = replace(state, ineligible=event.ineligible)
     if event.ineligible is not None:
@@ -309,13 +308,15 @@ def _answered(state: MemberState, event: Answered) -> Decision:
         if state.server.state is _S.DOWN and before is not None and before.cause == event.ineligible.cause:
             return _wait(state, actions)
         told = _tell(state, Tell(_S.DOWN, reason=event.ineligible.reason))
+        state = replace(state, unheard=told[0] if told else None)
         open_ones = Process(unproven=state.process.unproven, must_step=state.process.must_step)
         return _wait(replace(state, process=open_ones), (*actions, *told))
     ours = None if state.process.version is None else state.process.labels
     lost = find_lost_weights(engine, state.process.boot, ours, event.run_id)
     if lost is not None:
-        state = replace(state, process=Process(boot=engine.boot))
-        return _wait(state, (*actions, Warn(lost), *_tell(state, Tell(_S.JOINING, reason=lost))))
+        told = _tell(state, Tell(_S.JOINING, reason=lost))
+        state = replace(state, process=Process(boot=engine.boot), unheard=told[0] if told else None)
+        return _wait(state, (*actions, Warn(lost), *told))
     unproven = state.process.unproven
     swapped_in = unproven is not None and unproven.label == engine.label
     state = _process(state, boot=engine.boot, unproven=unproven if swapped_in else None)
@@ -356,7 +357,7 @@ def _silent(state: MemberState, event: Silent) -> Decision:
         why = f"{server.url} does not answer yet ({event.unconnected})"
         state = replace(state, start_text=why, waits_for="its start")
         return state, () if server.reason is not None else (Tell(_S.JOINING, reason=why),)
-    state = _note_silence(state, event.asked)
+    state = replace(state, silent_since=event.asked if before is None else before)
     least_s = COMPUTING_DOWN_AFTER_S if event.why.endswith(COMPUTES) else DOWN_AFTER_S
     silent_s = event.now - (event.asked if before is None else before)
     told = f"its engine does not answer: {event.why}"
@@ -390,7 +391,7 @@ def _proven(state: MemberState, event: Proven) -> Decision:
         state = _process(state, told_stuck=process.stuck)
     state = _process(state, version=version, labels=frozenset({event.weights.label}), attempt=None, unproven=None)
     state = _process(state, failures=0, behind_since=None)
-    state = replace(state, waits_for=None, took_s=metrics.took_s, taint=None)
+    state = replace(state, waits_for=None, took_s=metrics.took_s, unheard=None)
     return _wait(state, (*tells, NoteProven(version, metrics)))
 
 
@@ -399,8 +400,8 @@ def _call_failed(state: MemberState, event: CallFailed) -> Decision:
     swapped = engine is not None and engine.label == weights.label and not weights.adapter
     swapped = swapped or state.call == "prove"
     state = _end_attempt(state, unproven=weights if swapped or (engine is None and not event.left_paused) else None)
-    if event.asked is not None:
-        state = _note_silence(state, event.asked)
+    if event.asked is not None and state.silent_since is None:
+        state = replace(state, silent_since=event.asked)
     if event.left_paused or (engine is not None and not swapped and not engine.whole):
         state, actions = _taint(state, weights.version, event.reason)
     elif swapped and server.state is not _S.QUARANTINED:
@@ -436,11 +437,17 @@ def _taint(state: MemberState, version: int, reason: str) -> Decision:
     state = _process(state, version=None)
     if state.server.state is _S.QUARANTINED:
         return state, _NOTHING
-    first = () if state.server.state in (_S.SYNCING, _S.SERVING, _S.DRAINING) else (Tell(_S.SYNCING),)
-    return replace(state, taint=(version, reason)), (*first, Tell(_S.QUARANTINED, version, reason))
+    tell = Tell(_S.QUARANTINED, version, reason)
+    return replace(state, unheard=tell), _first(state, tell)
 
 
-def _tell(state: MemberState, tell: Tell) -> tuple[Action, ...]:
+def _first(state: MemberState, tell: Tell) -> tuple[Tell, ...]:
+    """Return the state and, where a quarantine does not follow from the server's present one, one before it."""
+    may = tell.state is not _S.QUARANTINED or state.server.state in (_S.SYNCING, _S.SERVING, _S.DRAINING)
+    return (tell,) if may else (Tell(_S.SYNCING), tell)
+
+
+def _tell(state: MemberState, tell: Tell) -> tuple[Tell, ...]:
     """Return the action; none where the queue knows the state."""
     known = state.server
     news = (known.state, known.reason) != (tell.state, tell.reason) or tell.version not in (None, known.version)
@@ -470,10 +477,6 @@ def _note_standstill(state: MemberState, engine: EngineState, leave: bool) -> De
         return state, _NOTHING
     first = (Tell(_S.SYNCING),) if state.server.state in (_S.JOINING, _S.DOWN) else ()
     return _process(state, told_stuck=cause), (*first, *_tell(state, Tell(_S.STALE, reason=cause)))
-
-
-def _note_silence(state: MemberState, asked: float) -> MemberState:
-    return state if state.silent_since is not None else replace(state, silent_since=asked)
 
 
 def _end_attempt(state: MemberState, unproven: Weights | None) -> MemberState:

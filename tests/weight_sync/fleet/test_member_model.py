@@ -148,7 +148,8 @@ class World:
             except QueueDown:
                 self.queue_down = False
                 if ends or self.watching or isinstance(event, table.Opened):  # the member's own task begins again
-                    self.swap()  # what runs is ended, in its worst moment
+                    if self.watching:
+                        self.swap()  # what runs is ended, in its worst moment
                     self.watching = False
                     self.feed(table.Due(self.now))
                 return
@@ -173,6 +174,8 @@ class World:
             self.record = record
         if tell.state is QUARANTINED:
             self.unheard = False
+        if tell.state is JOINING:
+            self.undecided = None  # the queue distrusts what was open
         self.feed(table.Told(self.now, tell.state, self.queue))
 
     def check(self, event: Event, before: Server) -> None:
@@ -183,7 +186,7 @@ class World:
             assert self.undecided is None or self.undecided[0] != self.boot, "published before an open proof was asked"
             assert not self.seen_stuck or self.running is not None, "published to a server that generates nothing"
             assert self.member.ineligible is None, "published to a server that the run may not use"
-        if isinstance(event, table.Answered) and call not in ("publish", "prove"):
+        if isinstance(event, table.Answered) and call != "prove" and self.running is None:
             if self.proof is None or self.proof[0] != self.boot:
                 assert process.version is None or process.boot is None, "a restart is not noticed"
                 assert self.queue.state is not SERVING, "a server serves that restarted, or was never proven"
@@ -306,12 +309,8 @@ class World:
         if self.queue.state is not ServerState.DRAINING:
             record = ServerRegistry([self.record]).decide(Server("a", "http://a"), self.now, 0)
             self.record = record or self.record
-            self.proof, self.undecided, self.mute, self.seen_stuck = (
-                None,
-                None,
-                False,
-                False,
-            )  # the queue distrusts what was open
+            self.looked_at = self.proof = self.undecided = None  # the queue distrusts what was open
+            self.mute = self.seen_stuck = False
             self.feed(table.Registered(self.now, self.queue))
 
     def drains(self) -> None:
@@ -365,9 +364,9 @@ def after(choices: list[str], decide: Decide = table.decide) -> World:
     return world
 
 
-SERVES = ["answered", "due", "opens", "proven", "due"]
 BEGINNINGS = [
     ["answered", "opens"],
+    ["answered", "opens", "proven", "due"],
     ["answered", "opens", "proven", "due", "newer", "answered", "opens"],
     ["answered", "opens", "proven", "due", "newer", "answered", "opens", "unasked", "due"],
     ["answered", "opens", "proven", "due", "stops", "answered", "due"],
@@ -434,7 +433,7 @@ MUTATIONS: dict[str, tuple[type[Event], Mutation]] = {
     ),
     "proof failed while the queue is away -> forgotten": (
         table.Disproven,
-        lambda was, event, state, actions: (replace(state, taint=None), actions),
+        lambda was, event, state, actions: (replace(state, unheard=None), actions),
     ),
     "proof could not be asked -> serves": (
         table.CallFailed,
@@ -455,6 +454,10 @@ MUTATIONS: dict[str, tuple[type[Event], Mutation]] = {
             if was.call == "look" and was.process.boot not in (None, event.engine.boot)
             else (state, actions)
         ),
+    ),
+    "restart while the queue is away -> forgotten": (
+        table.Answered,
+        lambda was, event, state, actions: (replace(state, unheard=None), actions),
     ),
     "restart -> the queue is not told": (
         table.Answered,

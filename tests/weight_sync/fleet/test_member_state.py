@@ -196,9 +196,16 @@ ROWS: list[tuple[str, MemberState, Event, list[Any], str]] = [
     ("it has drained", replace(queue_has(SERVES, S.DRAINING), call="wait", settled_at=0.0), Due(1), [], "wait"),
     (
         "a verdict that the queue has not heard",
-        replace(SERVES, taint=(2, "wrong")),
+        replace(SERVES, unheard=Tell(S.QUARANTINED, 2, "wrong")),
         Due(1),
         [(S.QUARANTINED, 2)],
+        "look",
+    ),
+    (
+        "a restart that the queue has not heard of",
+        replace(SERVES, unheard=Tell(S.JOINING)),
+        Due(1),
+        [S.JOINING],
         "look",
     ),
     ("it leaves", PUBLISHES, Left(1, left_paused=False), [], "left"),

@@ -462,7 +462,7 @@ class Simulation:
         return dict(self.store.records([name for name in names if self.ledger.get(name) is None]))
 
     def _look(self, name: str) -> None:
-        """The learner looks at a server: as `weight_sync.fleet.member` does, with its decisions on who is behind."""
+        """The learner looks at a server: as `weight_sync.fleet` does, with its decisions on who is behind."""
         server, learner = self.servers[name], self.learner
         self._soon(f"look at {name}", LOOK_S, lambda: self._look(name))
         if not learner.alive or learner.held_until > self.now:

@@ -27,11 +27,11 @@ from slipstream.rollout_queue.ledger.records import ServerRecord
 from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
 from slipstream.rollout_queue.store.memory import MemoryStore
 from slipstream.weight_sync import publisher
-from slipstream.weight_sync.fleet import decisions, fleet, member, server_publication, snapshots
+from slipstream.weight_sync.fleet import decisions, fleet, member, member_state, server_publication, snapshots
 from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.server import cancellation, control
 from slipstream.weight_sync.server.answers import EngineState
-from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
 from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
@@ -131,7 +131,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(fleet, "READ_EVERY_S", 0.05)
     monkeypatch.setattr(fleet, "FAILURE_PAUSE_S", 0.01)
-    for module in (member, server_publication):
+    for module in (member, member_state):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(fleet, "QUEUE_PAUSE_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
@@ -260,27 +260,6 @@ def test_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_fixe
         until(lambda: world.states() == [(ServerState.SERVING, newest)] * 2)
 
 
-def test_i7_a_server_that_is_behind_because_it_is_silent_says_so_before_it_is_down(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ "N versions behind" is what follows from it."""
-    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(server_publication, "LOOK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 60.0)
-    with world.publisher(timeout_s=60) as publishing:
-        publishing.publish(1, weights(), probe())
-        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        world.stop(1)
-        for version in range(2, 8):
-            publishing.publish(version, weights(), probe())
-            publishing.wait()
-        until(server_in(world, "vllm-1", ServerState.STALE))
-        until(lambda: "its engine does not answer: http" in (world.servers()["vllm-1"].reason or ""))
-        assert world.servers()["vllm-1"].state is ServerState.STALE
-        world.go_on(1)
-        until(lambda: world.states() == [(ServerState.SERVING, 7)] * 2)
-
-
 def test_i7_a_server_whose_publication_took_too_long_does_not_hold_admission_until_it_has_the_newest(
     world: World,
 ) -> None:
@@ -363,7 +342,7 @@ def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_start
 def test_a_server_behind_a_proxy_that_passes_some_routes_alone_is_told_from_one_that_ended(
     world: World, monkeypatch: pytest.MonkeyPatch, routes: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(member_state, "DOWN_AFTER_S", 0.0)
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
@@ -375,29 +354,14 @@ def test_a_server_behind_a_proxy_that_passes_some_routes_alone_is_told_from_one_
 def look_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions take 0.4 s where there is no answer, and the next is asked 0.3 s later."""
     monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.3)
-
-
-def test_i7_how_long_an_engine_is_silent_counts_from_the_first_question_it_left_unanswered(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look_slowly(monkeypatch)
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 1.0)
-    with world.publisher() as publishing:
-        publishing.publish(1, weights(), probe())
-        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        world.fakes[1].calls.clear()
-        world.fakes[1].faults.append(Fault("stop", times=None, route="/slipstream/state"))
-        until(server_in(world, "vllm-1", ServerState.DOWN))
-    # The second question ends 1.1 s after the first one began, and 0.7 s after that one ended. One may come before.
-    assert world.fakes[1].calls.count("/slipstream/state") <= 3
+    monkeypatch.setattr(member_state, "LOOK_EVERY_S", 0.3)
 
 
 def test_a_look_during_which_the_learner_itself_was_stopped_does_not_mark_the_server_down(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_slowly(monkeypatch)
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 1.0)
+    monkeypatch.setattr(member_state, "DOWN_AFTER_S", 1.0)
     stopped, ask = threading.Event(), ServerControl.state
 
     async def stands_still(control: ServerControl) -> EngineState:
@@ -416,52 +380,6 @@ def test_a_look_during_which_the_learner_itself_was_stopped_does_not_mark_the_se
         while time.monotonic() < end:
             assert world.states() == [(ServerState.SERVING, 1)] * 2
             time.sleep(0.01)
-
-
-def test_i7_how_long_an_engine_is_silent_counts_from_the_publication_that_failed_by_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look_slowly(monkeypatch)
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.7)
-    monkeypatch.setattr(server_publication, "LOOK_EVERY_S", 60.0)
-    with world.publisher() as publishing:
-        publishing.publish(1, weights(), probe())
-        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        held = world.hold_transfers()
-        publishing.publish(2, weights(), probe())
-        assert held.began.wait(5)
-        world.fakes[1].calls.clear()
-        world.fakes[1].faults.append(Fault("stop", times=None, route="/slipstream/state"))
-        world.fakes[1].faults.append(Fault("status", times=None, route="/slipstream/swap"))
-        held.release()
-        until(server_in(world, "vllm-1", ServerState.DOWN))
-    # The second question ends 0.8 s after the first one began, which the failed publication asked.
-    assert world.fakes[1].calls.count("/slipstream/state") <= 2
-
-
-async def test_i7_a_question_that_a_failed_publication_cut_short_counts_as_silence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server_publication, "LOOK_EVERY_S", 0.01)
-    asked, unanswered = asyncio.Event(), []
-
-    class Silent:
-        async def state(self) -> None:
-            asked.set()
-            await asyncio.Event().wait()
-
-    async def fail() -> server_publication.Outcome:
-        await asked.wait()
-        raise control.ControlError("the connection was lost")
-
-    attempt = server_publication.PublicationAttempt(
-        Silent(), mock.AsyncMock(), unanswered.append, mock.AsyncMock(), 60.0
-    )  # type: ignore[arg-type]
-    began = time.monotonic()
-    with pytest.raises(control.ControlError):
-        await attempt.run(fail)
-    assert len(unanswered) == 1
-    assert began < unanswered[0] < time.monotonic()
 
 
 def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
@@ -551,59 +469,13 @@ def test_an_engine_in_a_long_step_is_not_taken_for_a_restart_and_is_caught_up_at
         time.sleep(0.2)
         assert not [change for change in world.changes if change[0] == "vllm-1"]
         world.fakes[1].engine.alive = False
-        monkeypatch.setattr(member, "DOWN_AFTER_S", 0.2)
+        monkeypatch.setattr(member_state, "DOWN_AFTER_S", 0.2)
         publishing.publish(2, weights(), probe())
         until(server_in(world, "vllm-1", ServerState.DOWN))
         assert "its engine does not answer" in str(world.servers()["vllm-1"].reason)
         world.fakes[1].engine.alive = True
         until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
     assert "restarted" not in caplog.text
-
-
-def test_a_slow_server_is_told_and_stays_in_service_and_one_that_hangs_for_longer_is_down(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.1)
-    monkeypatch.setattr(member, "SILENT_STEPS", 0.2)
-    engine = world.fakes[1].engine
-    with world.publisher() as publishing:
-        publishing.publish(1, weights(), probe())
-        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        engine.step_s = 5.0
-        until(lambda: world.servers()["vllm-1"].slow is not None)
-        assert "up to 5 s for a step: lower vllm.max_num_seqs = " in str(world.servers()["vllm-1"].slow)
-        world.changes.clear()
-        engine.alive = False  # in a step: the API process answers
-        time.sleep(0.5)
-        assert world.servers()["vllm-1"].state is ServerState.SERVING
-        until(server_in(world, "vllm-1", ServerState.DOWN))
-        engine.alive = True
-        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        assert world.servers()["vllm-1"].slow is not None
-        engine.step_s = 0.1
-        until(lambda: world.servers()["vllm-1"].slow is None)
-        assert world.servers()["vllm-0"].slow is None
-
-
-@pytest.mark.parametrize(("silence", "down"), [(COMPUTES, False), (STOPPED, True), (NO_ANSWER, True)])
-def test_a_server_whose_engine_computes_is_not_down_before_one_that_does_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, silence: str, down: bool
-) -> None:
-    """After short steps only, as the first long prompt is computed; and no advice for long steps where there are
-    none."""
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.1)
-    monkeypatch.setattr(member, "COMPUTING_DOWN_AFTER_S", 1.5)
-    engine = world.fakes[1].engine
-    with world.publisher() as publishing:
-        publishing.publish(1, weights(), probe())
-        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        engine.silence, engine.alive = silence, False
-        began = time.monotonic()
-        until(server_in(world, "vllm-1", ServerState.DOWN))
-        assert (time.monotonic() - began < 1.0) == down
-        told = world.servers()["vllm-1"]
-        assert "max_num_seqs" not in str(told.reason)
-        assert told.slow is None
 
 
 def test_a_server_that_leaves_and_one_that_comes_are_followed(world: World) -> None:
@@ -671,16 +543,6 @@ def test_i5_a_server_that_fails_its_proof_is_quarantined_and_mended_by_the_next_
         sound(world, 1)
         publishing.publish(3, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
-
-
-def test_i5_a_mismatch_is_tried_once_in_full_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 60.0)
-    mismatched(world, 1)
-    with world.publisher() as publishing:
-        publishing.publish(1, weights(), probe())
-        until(lambda: sum(transport.versions.count(1) for transport in world.transports.made) == 3)
-        time.sleep(0.3)
-        assert sum(transport.versions.count(1) for transport in world.transports.made) == 3
 
 
 def test_a_transfer_that_fails_leaves_a_server_in_service_with_what_it_has(world: World) -> None:
@@ -909,7 +771,7 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
 def test_i7_an_engine_that_hangs_in_its_publication_is_down_while_that_still_waits(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.2)
+    monkeypatch.setattr(member_state, "DOWN_AFTER_S", 0.2)
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)

@@ -13,7 +13,6 @@ MAX_PAUSE_S = 60.0
 # Seconds for which a server that is behind is not stale: it may only be a moment slower than the one ahead.
 MIN_GRACE_S = 0.2
 
-
 # A server is slow from this many seconds of an engine step on, which a look at it does not outlast; and no longer from
 # half of that on.
 SLOW_STEP_S = 4.0

@@ -138,24 +138,24 @@ def find_lost_weights(state: EngineState, boot: str | None, ours: Container[str]
     return f"it holds weights {state.label!r}, which this learner did not publish"
 
 
-class Eligibility:
-    """Finds out whether the run may use one server. Each process of the server is asked for its flags once.
+@dataclass(frozen=True)
+class Ineligible:
+    """Why a run may not use a server. `cause` stays the same while `reason` only counts the seconds."""
 
-    Attributes:
-        reason: Why the run may not use it, as of the last look; None if it may.
-        is_news: Whether the reason is another one than at the look before.
-    """
+    reason: str
+    cause: str
+
+
+class Eligibility:
+    """Finds out whether the run may use one server. Each process of the server is asked for its flags once."""
 
     def __init__(self, control: ServerControl, wanted: Wanted) -> None:
-        self.reason: str | None = None
-        self.is_news = False
         self._control = control
         self._wanted = wanted
         self._boot: str | None = None
         self._mismatches: str | None = None
-        self._cause: str | None = None
 
-    async def look(self, state: EngineState, claimed: str | None) -> str | None:
+    async def look(self, state: EngineState, claimed: str | None) -> Ineligible | None:
         """Return why the run may not use the server, None if it may.
 
         Args:
@@ -163,12 +163,8 @@ class Eligibility:
             claimed: Why the server process cannot have its name, None if it can.
         """
         foreign = of_another_run(self._control.url, state, self._control.run_id)
-        self.reason = claimed or foreign or await self._find_mismatches(state.boot)
-        before = self._cause
-        # The text about another run says how long ago its learner called, which is no news.
-        self._cause = state.owner if self.reason is not None and self.reason is foreign else self.reason
-        self.is_news = self._cause != before
-        return self.reason
+        reason = claimed or foreign or await self._find_mismatches(state.boot)
+        return None if reason is None else Ineligible(reason, state.owner if reason is foreign else reason)
 
     async def _find_mismatches(self, boot: str) -> str | None:
         """Return why the flags of the process `boot` do not fit, and the remedy. One that does not say them is not

@@ -21,6 +21,7 @@ from slipstream.protocol.messages import Server, ServerState
 from slipstream.weight_sync.fleet.decisions import Lag, Standing, find_lag
 from slipstream.weight_sync.fleet.eligibility import Wanted
 from slipstream.weight_sync.fleet.member import Member
+from slipstream.weight_sync.fleet.member_state import Compared
 from slipstream.weight_sync.fleet.publications import Publications, ServerMetrics
 from slipstream.weight_sync.fleet.server_publication import ServerSync
 from slipstream.weight_sync.fleet.snapshots import Snapshots
@@ -132,9 +133,7 @@ class Fleet:
         self.publications.handed(version, snapshot_s)
         self._read.set()
         for member in self.members.values():
-            if self.publications.counted is None:
-                member.reset_failures()
-            member.wake()
+            member.wake(at_once=self.publications.counted is None)
 
     async def run(self) -> None:
         """Follow the registry and take servers that are too far behind out of service. Runs until cancelled."""
@@ -142,7 +141,8 @@ class Fleet:
             self._read.clear()
             try:
                 await self._read_registry()
-                await self._mark_stale()
+                for member in [*self.members.values()]:
+                    await member.handle(Compared(time.monotonic(), self._lag_of(member.standing)))
                 self._free_snapshots()
                 self._note_recovery()
             except QueueError as error:
@@ -152,16 +152,17 @@ class Fleet:
                 logger.exception("the registry of servers cannot be followed")
                 self._on_failure(error)
                 return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(READ_EVERY_S, self._next_check_s())):
+            behind = any(member.state.process.behind_since is not None for member in self.members.values())
+            with suppress(TimeoutError):  # a grace period is short
+                async with asyncio.timeout(min(READ_EVERY_S, 0.1) if behind else READ_EVERY_S):
                     await self._read.wait()
 
     def describe_waits(self) -> str:
         """Describe each server that is not up to date, for people."""
         waiting = [
-            f"{name} ({', '.join(filter(None, [member.server.state, member.wait_text]))})"
-            for name, member in sorted(self.members.items())
-            if not member.up_to_date
+            f"{name} ({', '.join(filter(None, [of.server.state, of.wait_text]))})"
+            for name, of in sorted((name, member.state) for name, member in self.members.items())
+            if not of.up_to_date
         ]
         return "; ".join(waiting) or ("all servers have it" if self.members else "the queue knows no server")
 
@@ -169,23 +170,21 @@ class Fleet:
         """Explain for each server without `version` why it does not have it, for an error."""
         failed = self.publications.why_failed(version)
         missing = [
-            failed.get(name)
-            or f"{name} is {member.server.state}: {member.start_text or member.waits_for or member.server.url}"
-            for name, member in sorted(self.members.items())
-            if member.version != version
+            failed.get(name) or f"{name} is {of.server.state}: {of.start_text or of.obstacle or of.server.url}"
+            for name, of in sorted((name, member.state) for name, member in self.members.items())
+            if of.process.version != version
         ]
         return "; ".join(missing) or "the queue knows no server"
 
     def all_failed(self, times: int) -> bool:
         """Return whether every server answers and has failed `times` times in a row."""
-        return bool(self.members) and all(
-            member.answers and member.failures >= times for member in self.members.values()
-        )
+        states = [member.state for member in self.members.values()]
+        return bool(states) and all(of.answers and of.process.failures >= times for of in states)
 
     @property
     def paused_by_user(self) -> bool:
         """Whether a person has paused one of the servers."""
-        return any(member.standstill.by_person for member in self.members.values())
+        return any(member.state.process.by_person for member in self.members.values())
 
     # The methods of `FleetView`, which members call.
 
@@ -199,15 +198,15 @@ class Fleet:
         self._boots[boot] = name
         return None
 
-    def proven(self, member: Member, version: int, metrics: ServerMetrics) -> None:
-        served = {name: of.server.version for name, of in self.members.items()}
-        if self.publications.proven(member.name, version, metrics, served):
+    def proven(self, name: str, version: int, metrics: ServerMetrics) -> None:
+        served = {name: of.state.server.version for name, of in self.members.items()}
+        if self.publications.proven(name, version, metrics, served):
             logger.debug("version %d counts: %s have it", version, self.publications.reached(version))
         self._notify()
         self._read.set()
 
-    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
-        found = self._lag_of(Standing(member.name, ServerState.SERVING, version))
+    def would_be_stale(self, name: str, version: int, took_s: float) -> bool:
+        found = self._lag_of(Standing(name, ServerState.SERVING, version))
         return found is not None and found.too_far and took_s > found.grace_s
 
     def _lag_of(self, standing: Standing) -> Lag | None:
@@ -222,41 +221,33 @@ class Fleet:
 
     async def _read_registry(self) -> None:
         """Add and remove members to follow the registry, and hand them the changes that others made there."""
-        updates = {name: member.reporter.updates for name, member in self.members.items()}
+        updates = {name: member.updates for name, member in self.members.items()}
         known = {server.name: server for server in await self._registry.servers()}
         for name, server in known.items():
             member = self.members.get(name)
             if name in self._leaving:
                 continue  # another server of this name: it is added once the one before has gone
-            if member is not None and member.server.url != server.url:
+            if member is not None and member.state.server.url != server.url:
                 self._remove(name)
             elif member is None:
                 await self._add(server)
-            elif (
-                # Our own update may have been on its way while the registry was read (odd: it still is).
-                member.reporter.updates == updates.get(name)
-                and not member.reporter.updates % 2
-                and _was_changed(member.server, server)
-            ):
+            elif member.updates == updates.get(name) and not member.updates % 2:
+                # Else our own update may have been on its way while the registry was read (odd: it still is).
                 member.take_registration(server)
         for name in [*self.members]:
             if name not in known and name not in self._leaving:
                 self._remove(name)
 
     async def _add(self, server: Server) -> None:
-        section = self._config.weight_sync
         config = self._config
         stack = self._controls[server.name] = AsyncExitStack()
         control = await stack.enter_async_context(
-            ServerControl(server.url, section.timeout_s, config.token_for("learner"), self._run_id)
+            ServerControl(server.url, config.weight_sync.timeout_s, config.token_for("learner"), self._run_id)
         )
         sync = ServerSync(
             control, self._make_transport, config.probe_tolerance, config.served_dtype, config.served_quantised
         )
-        member = Member(
-            *(server, sync, self._put, self._snapshots, self.publications, self),
-            *(section.timeout_s, self._wanted, config.vllm.max_num_seqs),
-        )
+        member = Member(server, sync, self._put, self._snapshots, self.publications, self, config, self._wanted)
         self.members[server.name] = member
         self._tasks[server.name] = asyncio.create_task(
             run_forever(member, self._note_queue_error, self._on_failure), name=f"server {server.name}"
@@ -282,27 +273,12 @@ class Fleet:
     async def _put(self, server: Server) -> Server:
         return await self._registry.put_server(server, self._session())
 
-    async def _mark_stale(self) -> None:
-        """Take servers out of service whose lag would hold up the admission of tickets (stale)."""
-        now = time.monotonic()
-        for member in [*self.members.values()]:
-            found = self._lag_of(member.standing)
-            if found is None:
-                member.behind_since = None
-                continue
-            member.behind_since = now if member.behind_since is None else member.behind_since
-            if found.too_far and now - member.behind_since >= found.grace_s:
-                doing = f"; it waits for {member.waits_for}" if member.waits_for else ""
-                reason = f"{found.versions} versions behind, unlike {found.ahead}{doing}"
-                with suppress(QueueRefused):
-                    await member.reporter.tell(ServerState.STALE, None, reason)
-
     def _free_snapshots(self) -> None:
         """End publications of old versions whose snapshots keep other servers from the newest."""
         names = self._snapshots.held_up(MAX_ROOM_WAIT_S)
         for name in names:
             if (member := self.members.get(name)) is not None:
-                member.attempt.give_up()
+                member.give_up()
         if names and self._snapshots.held_up(MAX_ROOM_WAIT_S + GIVE_UP_WITHIN_S):
             version = self._snapshots.forget_oldest()
             logger.error("%s did not let go of version %d within %g s", ", ".join(names), version, GIVE_UP_WITHIN_S)
@@ -310,10 +286,6 @@ class Fleet:
     def _wake_all(self) -> None:
         for member in self.members.values():
             member.wake()
-
-    def _next_check_s(self) -> float:
-        """Return the seconds until the next check: few while a server's grace period runs."""
-        return 0.1 if any(member.behind_since is not None for member in self.members.values()) else READ_EVERY_S
 
     def _note_queue_error(self, error: QueueError) -> None:
         if isinstance(error, QueueRefused) and error.reason == reasons.SESSION_SUPERSEDED:
@@ -327,10 +299,6 @@ class Fleet:
         if self.queue_error is not None:
             logger.info("the queue answers again: the servers are brought up to date")
         self.queue_error = None
-
-
-def _was_changed(ours: Server, theirs: Server) -> bool:
-    return (ours.state, ours.version, ours.changed_at) != (theirs.state, theirs.version, theirs.changed_at)
 
 
 async def run_forever(

@@ -42,7 +42,7 @@ class ServerMetrics:
         """Read the metrics from a publication's outcome."""
         sent = outcome.sent or Sent(0, 0)
         return cls(
-            *(outcome.transfer_s, outcome.pause_s, took_s, outcome.probe_max_abs_diff),
+            *(outcome.transfer_s, outcome.pause_s, took_s, outcome.proof.max_abs_diff),
             *(sent.sent_bytes, sent.whole_bytes, sent.share_changed),
             transport,
         )

@@ -1,8 +1,7 @@
 """Publishes one version to one server: by its transport, then the proof.
 
 New weights count only when the proof holds. After an error, a server whose transport stages goes on generating (I6);
-one that loads in place stays paused until a publication succeeds. A running publication is bounded in time, watched,
-and given up for a newer version.
+one that loads in place stays paused until a publication succeeds.
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.weight_sync.fleet.adapter_publication import publish_adapter
 from slipstream.weight_sync.fleet.decisions import SILENT_STEPS, patience_s
-from slipstream.weight_sync.server.answers import EngineState, serves_another_run
+from slipstream.weight_sync.server.answers import serves_another_run
 from slipstream.weight_sync.server.cancellation import gather_two
 from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
 from slipstream.weight_sync.server.pause import Pause
-from slipstream.weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof, Swapped
-from slipstream.weight_sync.transports.base import Sent, TransferError, Transport, checked
+from slipstream.weight_sync.server.proof import ProofMetrics, ServerProof, Swapped
+from slipstream.weight_sync.transports.base import Sent, Transport, checked
 from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
-
-PUBLISH_ERRORS = (ControlError, TransferError, ProofFailed)
-
-# Seconds between looks at a server's state, which show a restart, and an engine that hangs in a publication.
-LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -44,11 +38,6 @@ class Outcome:
     pause_s: float
     proof: ProofMetrics
     sent: Sent | None = None
-
-    @property
-    def probe_max_abs_diff(self) -> float:
-        """Largest difference of a log-prob of the probe, in nats."""
-        return self.proof.max_abs_diff
 
 
 class ServerSync:
@@ -97,12 +86,7 @@ class ServerSync:
             raise
 
     async def prove(self, swapped: Swapped) -> Outcome:
-        """Ask for the proof of a version that the server holds and that could not be asked before.
-
-        Raises:
-            ControlError: A call to the server failed.
-            ProofFailed: The server computes with other weights.
-        """
+        """Ask for the proof of a version that the server holds and that was not asked. Raises as `publish`."""
         return Outcome(0.0, 0.0, await self.proof.prove(self.control, swapped))
 
     async def generates(self, step_s: float = 0.0) -> bool:
@@ -156,7 +140,11 @@ class ServerSync:
 
     async def _connect(self) -> Transport:
         """Return the transport: a new one if there is none, or the server is not as the last publication left it."""
-        state = await self._alive()
+        state = await self.control.state()
+        if not state.alive:
+            raise ControlError(f"{self.control.url}: {state.reason or NO_ANSWER}")
+        if state.owner and state.owner != self.control.run_id:
+            raise ControlError(serves_another_run(self.control.url, state.owner, state.owner_silent_s))
         if self._transport is not None:
             if (state.boot, state.label) == (self._boot, self._proven):
                 return self._transport
@@ -169,110 +157,3 @@ class ServerSync:
             self.left_paused = False
         await transport.connect(self.control, state.workers)
         return transport
-
-    async def _alive(self) -> EngineState:
-        """Return the server's status.
-
-        Raises:
-            ControlError: Its engine does not answer, or it serves another run.
-        """
-        state = await self.control.state()
-        if not state.alive:
-            raise ControlError(f"{self.control.url}: {state.reason or 'the engine does not answer'}")
-        if state.owner and state.owner != self.control.run_id:
-            raise ControlError(serves_another_run(self.control.url, state.owner, state.owner_silent_s))
-        return state
-
-
-class PublicationAttempt:
-    """Runs one publication at a time, bounded by a time-out, and watches the engine meanwhile.
-
-    Attributes:
-        given_up: Whether the last publication was ended by `give_up`.
-    """
-
-    def __init__(
-        self,
-        control: ServerControl,
-        on_answer: Callable[[str | None, float], Awaitable[None]],
-        on_unanswered: Callable[[float], object],
-        on_state: Callable[[EngineState], Awaitable[None]],
-        timeout_s: float,
-    ) -> None:
-        """Prepare to run publications.
-
-        Args:
-            on_answer: Called after each look with why the engine gave no answer, None where it did, and when it was
-                asked (`time.monotonic`).
-            on_unanswered: Called with when it was asked, where a publication failed before that look had an answer.
-            on_state: Called with each of its answers.
-            timeout_s: Bound on one publication, in seconds.
-        """
-        self.given_up = False
-        self._control = control
-        self._on_answer = on_answer
-        self._on_unanswered = on_unanswered
-        self._on_state = on_state
-        self._timeout_s = timeout_s
-        self._publishing: asyncio.Task[Outcome] | None = None
-
-    def give_up(self) -> None:
-        """End the running publication, so that its snapshot can be filled anew."""
-        if self._publishing is not None:
-            self.given_up = True
-            self._publishing.cancel()
-
-    async def run(self, publication: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """Await `publication()` and return its outcome.
-
-        Raises:
-            TimeoutError: It took too long. Errors of the publication propagate.
-        """
-
-        async def publish() -> Outcome:
-            async with asyncio.timeout(self._timeout_s):
-                return await publication()
-
-        self.given_up = False
-        self._publishing = asyncio.ensure_future(publish())
-        try:
-            await self._watch_engine(self._publishing)
-            return await self._publishing
-        except asyncio.CancelledError:
-            if not self._publishing.done():
-                self._publishing.cancel()
-                await asyncio.wait([self._publishing])
-            raise
-        finally:
-            self._publishing = None
-
-    async def _watch_engine(self, publishing: asyncio.Task[Outcome]) -> None:
-        """Look at the engine until the publication ends: one that hangs must be marked down long before the
-        publication's own time-out, as the requests that it holds keep everybody waiting."""
-        while not publishing.done():
-            await asyncio.wait([publishing], timeout=LOOK_EVERY_S)
-            if publishing.done():
-                return
-            asked = time.monotonic()
-            look = asyncio.ensure_future(self._why_silent())
-            try:
-                await asyncio.wait([publishing, look], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                look.cancel()
-            if publishing.done():
-                if not look.done() and (publishing.cancelled() or publishing.exception() is not None):
-                    self._on_unanswered(asked)
-                return
-            await self._on_answer(look.result(), asked)
-
-    async def _why_silent(self) -> str | None:
-        """Return why the engine gives no answer; None where it does, or where a load in place keeps it busy."""
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                state = await self._control.state()
-        except (ControlError, TimeoutError) as error:
-            return await self._control.explain(error)
-        if state.alive or state.pause_owner == "publication":
-            await self._on_state(state)
-            return None
-        return f"{self._control.url}: {state.reason or NO_ANSWER}"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from slipstream.learner.model.adapter import AdapterAlone
 from slipstream.protocol.versions import version_of
 from slipstream.weight_sync.fleet import adapter_publication
-from slipstream.weight_sync.fleet.queue_status import transport_to
-from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.server.control import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed
 from slipstream.weight_sync.transports.base import TransferError
@@ -57,7 +53,7 @@ async def test_i5_an_adapter_is_proven_before_it_serves_and_nothing_is_paused() 
             *(("score", first), ("load", second), ("score", second), ("serve", second)),
         ]
         assert outcome.pause_s == 0.0
-        assert outcome.probe_max_abs_diff < 1e-4
+        assert outcome.proof.max_abs_diff < 1e-4
         assert not {"/pause", "/start_weight_update", "/slipstream/swap"} & set(s.fake.calls)
         assert s.transports.made == []
 
@@ -154,10 +150,3 @@ def test_the_bytes_are_those_of_the_wire_type() -> None:
     assert narrow is not None
     assert len(wide.file) - len(narrow.file) == pytest.approx(64 * 64 * 2, abs=64)
     assert Snapshot(1, [("a", torch.ones(2))], probe()).adapter is None
-
-
-def test_an_adapter_is_not_said_to_travel_by_the_transport_of_the_weights() -> None:
-    """`servers list` and publications.jsonl: it goes over HTTP, also where the server was started for gloo."""
-    state = EngineState(**(dict.fromkeys(field.name for field in fields(EngineState)) | {"transport": "gloo"}))
-    assert transport_to(state, snapshot(1)) == "adapter"
-    assert transport_to(state, None) == "gloo"

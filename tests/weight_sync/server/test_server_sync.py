@@ -38,7 +38,7 @@ async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> 
         assert finished == [{"label": "1", "clear_cache": True}]
         assert s.transports.made[0].workers == 1
         assert s.transports.made[0].versions == [1]
-        assert outcome.probe_max_abs_diff < 1e-6
+        assert outcome.proof.max_abs_diff < 1e-6
         assert outcome.pause_s > 0
         assert not s.fake.engine.paused
 
@@ -171,7 +171,7 @@ async def test_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publication
         connections = len(s.transports.made)
 
         s.transports.send = nothing
-        assert (await s.server.publish(snapshot(5))).probe_max_abs_diff < 1e-6
+        assert (await s.server.publish(snapshot(5))).proof.max_abs_diff < 1e-6
         assert len(s.transports.made) == connections + 1
         assert s.fake.engine.weight_version == "5"
 
@@ -201,7 +201,7 @@ async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:
         ):
             await s.server.publish(snapshot(1, shift=0.5))
         assert not s.fake.engine.paused
-        assert (await s.server.publish(snapshot(1))).probe_max_abs_diff < 1e-6
+        assert (await s.server.publish(snapshot(1))).proof.max_abs_diff < 1e-6
 
 
 async def test_a_probe_that_is_not_a_number_is_a_mismatch() -> None:

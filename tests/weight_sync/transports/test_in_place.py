@@ -75,7 +75,7 @@ async def test_a_server_that_receives_in_its_update_call_is_loaded_under_the_pau
         r.transports.send = receiving(r.fake)
         for version in (1, 2):
             outcome = await r.server.publish(snapshot(version))
-            assert outcome.probe_max_abs_diff < 1e-6
+            assert outcome.proof.max_abs_diff < 1e-6
             assert outcome.pause_s > 0
             assert outcome.transfer_s >= 0
             assert r.fake.engine.weight_version == str(version)

@@ -111,8 +111,8 @@ async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paus
         name, ids = snapshot.adapter.name, snapshot.probe.token_ids
         assert snapshot.probe.logprobs == pytest.approx((await control.score_by_request(ids, name))[0], abs=1e-4)
         state = await control.adapters()
-        assert state["served"] == name
-        assert len(state["loaded"]) == min(version, 3)
+        assert state.served == name
+        assert len(state.loaded) == min(version, 3)
         assert (await control.state()).label == str(version)
     # The base under it never changed.
     assert await control.weight_label() == "default"
@@ -224,5 +224,5 @@ async def test_i5_merged_weights_can_follow_and_adapters_do_not_outlive_their_ba
     ids = probe_token_ids(512, 52)
     merged = Snapshot(52, policy.named_weights(), Probe(ids, policy.score(ids)), torch.float32)
     assert (await server.publish(merged)).probe_max_abs_diff < 1e-4
-    assert (await control.adapters())["loaded"] == []
+    assert (await control.adapters()).loaded == []
     assert (await control.state()).label == "52"

@@ -21,6 +21,7 @@ import uvicorn
 from slipstream.protocol import tracing
 from slipstream.protocol.client import QueueClient, QueueError
 from slipstream.protocol.config import ModelSection, RunConfig, WeightSyncSection
+from slipstream.protocol.engine import COMPUTES, NO_ANSWER, STOPPED, EngineState
 from slipstream.protocol.messages import BeginSession, Server, ServerState
 from slipstream.rollout_queue.api.app import create_app
 from slipstream.rollout_queue.ledger.records import ServerRecord
@@ -30,8 +31,7 @@ from slipstream.weight_sync import publisher
 from slipstream.weight_sync.fleet import decisions, fleet, member, server_publication, snapshots
 from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.server import cancellation, control
-from slipstream.weight_sync.server.answers import EngineState
-from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
 from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
@@ -848,7 +848,7 @@ def broken_for(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look whether a server is up fails in a way that nobody foresaw."""
     left, look = [RuntimeError("a bug")] * times, control.ServerControl.state
 
-    async def state(self: control.ServerControl) -> control.EngineState:
+    async def state(self: control.ServerControl) -> EngineState:
         if left:
             raise left.pop()
         return await look(self)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Protocol
 
 from slipstream.protocol.client import QueueRefused
+from slipstream.protocol.engine import COMPUTES, MAY_ANSWER, NO_ANSWER, EngineState
 from slipstream.protocol.messages import Proof, Server, ServerState
 from slipstream.weight_sync.fleet.decisions import SILENT_STEPS, Standing, is_slow, patience_s, retry_pause_s
 from slipstream.weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
@@ -30,9 +31,8 @@ from slipstream.weight_sync.fleet.publications import Publications, ServerMetric
 from slipstream.weight_sync.fleet.queue_status import Put, QueueReporter, Standstill, transport_to
 from slipstream.weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
 from slipstream.weight_sync.fleet.snapshots import Snapshots
-from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.server.cancellation import shielded
-from slipstream.weight_sync.server.control import COMPUTES, LOOK_TIMEOUT_S, MAY_ANSWER, NO_ANSWER, ControlError
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ControlError
 from slipstream.weight_sync.server.proof import ProofFailed, Swapped
 from slipstream.weight_sync.weights.snapshot import Snapshot
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from slipstream.protocol.client import QueueError, QueueRefused
+from slipstream.protocol.engine import EngineState
 from slipstream.protocol.messages import PAUSED_BY_PERSON, Proof, Server, ServerState
-from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.transports.registry import of_backend
 from slipstream.weight_sync.weights.snapshot import Snapshot
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from slipstream.learner.model.adapter import AdapterAlone
+from slipstream.protocol.engine import EngineState
 from slipstream.protocol.versions import version_of
 from slipstream.weight_sync.fleet import adapter_publication
 from slipstream.weight_sync.fleet.queue_status import transport_to
-from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.server.control import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed
 from slipstream.weight_sync.transports.base import TransferError
@@ -158,6 +156,6 @@ def test_the_bytes_are_those_of_the_wire_type() -> None:
 
 def test_an_adapter_is_not_said_to_travel_by_the_transport_of_the_weights() -> None:
     """`servers list` and publications.jsonl: it goes over HTTP, also where the server was started for gloo."""
-    state = EngineState(**(dict.fromkeys(field.name for field in fields(EngineState)) | {"transport": "gloo"}))
+    state = EngineState("boot", "1", False, True, True, "none", 1, "gloo")
     assert transport_to(state, snapshot(1)) == "adapter"
     assert transport_to(state, None) == "gloo"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.protocol.engine import EngineState
 from slipstream.weight_sync.fleet.eligibility import find_lost_weights, of_another_run
-from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.server.control import ControlError, ServerControl
 from slipstream.weight_sync.vllm import engine_state
 from slipstream.weight_sync.vllm.engine_state import SILENT_S, Owner

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from slipstream.protocol.config import WeightSyncSection
+from slipstream.protocol.engine import EngineState, Staged, Swap
 from slipstream.weight_sync.server import pause
-from slipstream.weight_sync.server.answers import EngineState, Staged, Swap
 from slipstream.weight_sync.server.cancellation import on_thread
 from slipstream.weight_sync.server.control import ControlError, ServerControl
 from slipstream.weight_sync.server.pause import Pause

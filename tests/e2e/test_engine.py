@@ -169,7 +169,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM
 from slipstream.weight_sync.weights.snapshot import Probe, probe_token_ids
 from slipstream.weight_sync.server.proof import ProofFailed, ServerProof
-from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.protocol.engine import LayerFindings
 from slipstream.weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils

@@ -19,7 +19,8 @@ from blake3 import blake3
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.engine import AdaptersState, LayerFindings
 from slipstream.weight_sync.server.cancellation import on_thread
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofMetrics, ServerProof
 from slipstream.weight_sync.server.proof_rule import Floats
 from slipstream.weight_sync.transports.base import TransferError

@@ -32,7 +32,8 @@ from slipstream.weight_sync.fleet.queue_status import Put, QueueReporter, Stands
 from slipstream.weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
 from slipstream.weight_sync.fleet.snapshots import Snapshots
 from slipstream.weight_sync.server.cancellation import shielded
-from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ControlError
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed, Swapped
 from slipstream.weight_sync.weights.snapshot import Snapshot
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -12,7 +11,6 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.protocol import client
 from slipstream.protocol.codec import DecodeError, error_message
@@ -37,6 +35,7 @@ from slipstream.protocol.engine import (
 from slipstream.protocol.versions import HEADER, RUN_HEADER
 from slipstream.weight_sync.server.answers import hint
 from slipstream.weight_sync.server.cancellation import gather
+from slipstream.weight_sync.server.engine import ControlError, Engine, Floats
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -61,72 +60,8 @@ USER_PAUSE = 423
 ENGINE_HEADER = "X-data-parallel-rank"
 
 
-class AdapterRoutes(ABC):
-    """The routes for adapters, which `weight_sync.vllm.adapters` answers. Every call raises `ControlError`."""
-
-    async def adapters(self) -> AdaptersState:
-        """Return which adapters the server has."""
-        return await self._answer(AdaptersState, "GET", ROOT)
-
-    async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
-        """Send a chunk of an adapter's file, from byte `start`. `digest`: the chunk's BLAKE3 in hex."""
-        path = f"{ROOT}/{name}?start={start}&blake3={digest}"
-        await self._answer(AdapterReceived, "PUT", path, data=chunk)
-
-    async def load_adapter(self, name: str, config: str, digest: str) -> None:
-        """Load an adapter that has arrived. It serves nobody yet. `digest`: `adapter_digest` of file and `config`."""
-        await self._answer(AdapterLoaded, "POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
-
-    async def serve_adapter(self, name: str) -> None:
-        """Make the adapter the one that requests ask for."""
-        await self._answer(AdapterServed, "POST", f"{ROOT}/{name}/serve", {})
-
-    async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """As `ServerControl.score`, under a loaded adapter."""
-        return await self._scores(f"{ROOT}/{name}/score", sequences)
-
-    async def adapter_layers(self, name: str) -> LayerFindings:
-        """Compare a loaded adapter in the layers with its file."""
-        return await self._answer(LayerFindings, "POST", f"{ROOT}/{name}/layers", {})
-
-    @abstractmethod
-    async def _answer(
-        self,
-        kind: type[M],
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        data: bytes | None = None,
-    ) -> M: ...
-
-    @abstractmethod
-    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]: ...
-
-
-class ControlError(RuntimeError):
-    """A call to a server failed or timed out. The text names server, route and cause.
-
-    Attributes:
-        status: The HTTP status, None without an answer.
-        unconnected: Why there was no connection, None where there was one.
-        answered: Whether there was an answer, which was a refusal or made no sense.
-    """
-
-    def __init__(
-        self, text: str, status: int | None = None, unconnected: str | None = None, answered: bool = False
-    ) -> None:
-        super().__init__(text)
-        self.status = status
-        self.unconnected = unconnected
-        self.answered = answered or status is not None
-
-
-class ServerControl(AdapterRoutes):
-    """The routes of one vLLM server, as methods. Use it as an async context manager.
-
-    Every call raises `ControlError` if it fails.
-    """
+class ServerControl(Engine):
+    """The routes of one vLLM server, as methods. Use it as an async context manager."""
 
     def __init__(
         self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
@@ -146,7 +81,6 @@ class ServerControl(AdapterRoutes):
 
     @property
     def run_id(self) -> str:
-        """Id of the calling run, "" while it is not known."""
         return self._run_id()
 
     async def __aenter__(self) -> Self:
@@ -179,7 +113,6 @@ class ServerControl(AdapterRoutes):
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
     async def facts(self) -> ServerFacts:
-        """Return the flags that the server was started with."""
         return await self._answer(ServerFacts, "GET", "/slipstream/facts")
 
     async def weight_label(self) -> str:
@@ -187,21 +120,15 @@ class ServerControl(AdapterRoutes):
         return str(await self._read("/weight_info", "weight_version"))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Have the workers connect to the learner that `init_info` names."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def end_transfer(self) -> None:
-        """End an open update and the workers' connection that a dead learner or a failed publication left.
-
-        The model is not touched. A server with nothing open stays as it is.
-        """
         # vLLM refuses the second call while an update is open, has no route to drop one, and logs pages of tracebacks
         # for one that is made to fail.
         await self._answer(Dropped, "POST", "/slipstream/drop_update")
         await self._call("POST", "/shutdown_weight_transfer_engine")
 
     async def start_update(self) -> None:
-        """Open an update."""
         await self._call("POST", "/start_weight_update")
 
     async def update(self, update_info: dict[str, Any]) -> None:
@@ -213,7 +140,6 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def state(self) -> EngineState:
-        """Return the server's status, also when it refuses to generate."""
         return await self._answer(EngineState, "GET", "/slipstream/state", answered=(503,))
 
     async def explain(self, failed: ControlError | TimeoutError, waited_s: float = LOOK_TIMEOUT_S) -> str:
@@ -236,7 +162,6 @@ class ServerControl(AdapterRoutes):
             return False
 
     async def goodbye(self) -> None:
-        """Leave the server to the next run. A server that does not answer finds out by the learner's silence."""
         if self.run_id:
             with contextlib.suppress(ControlError):
                 await self._answer(
@@ -244,41 +169,42 @@ class ServerControl(AdapterRoutes):
                 )
 
     async def staged(self, wait_s: float) -> Staged:
-        """Return how far the workers are, once all have ended or `wait_s` seconds are over."""
         wait = {"wait_s": wait_s}
         return await self._answer(Staged, "POST", "/slipstream/staged", wait, timeout_s=wait_s + self._timeout_s)
 
     async def swap(self, label: str, clear_cache: bool) -> Swap:
-        """Exchange the live weights for the staged ones and label them, in one call that needs no second one.
-
-        Args:
-            clear_cache: Whether to drop all cached keys and values.
-        """
         wanted = {"label": label, "clear_cache": clear_cache}
         return await self._answer(Swap, "POST", "/slipstream/swap", wanted)
 
     async def lease(self, seconds: float, owner: str = OWNER) -> None:
-        """Renew the pause that `owner` holds: it ends in `seconds` at the earliest."""
         await self._answer(Lease, "POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
 
-    async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Return log-probs by the live weights, beside generation.
-
-        Returns:
-            Float32 [engines, T-1] for each of `sequences` [T].
-        """
+    async def score(self, sequences: list[list[int]]) -> list[Floats]:
         return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, label: str) -> LayerFindings:
-        """Compare the live layers with the weights proven before the swap to `label`."""
         return await self._answer(LayerFindings, "POST", "/slipstream/layers", {"label": label})
 
-    async def pause(self, clear_cache: bool) -> None:
-        """Pause generation under a lease that `lease` renews. May be called while it is paused.
+    async def adapters(self) -> AdaptersState:
+        return await self._answer(AdaptersState, "GET", ROOT)
 
-        Args:
-            clear_cache: Whether to drop all cached keys and values.
-        """
+    async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
+        path = f"{ROOT}/{name}?start={start}&blake3={digest}"
+        await self._answer(AdapterReceived, "PUT", path, data=chunk)
+
+    async def load_adapter(self, name: str, config: str, digest: str) -> None:
+        await self._answer(AdapterLoaded, "POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
+
+    async def serve_adapter(self, name: str) -> None:
+        await self._answer(AdapterServed, "POST", f"{ROOT}/{name}/serve", {})
+
+    async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[Floats]:
+        return await self._scores(f"{ROOT}/{name}/score", sequences)
+
+    async def adapter_layers(self, name: str) -> LayerFindings:
+        return await self._answer(LayerFindings, "POST", f"{ROOT}/{name}/layers", {})
+
+    async def pause(self, clear_cache: bool) -> None:
         path = f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", path, headers={"slipstream-owner": OWNER})
 
@@ -299,19 +225,12 @@ class ServerControl(AdapterRoutes):
                     raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
                 await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
-        """Return log-probs float32 [engines, T-1] of `token_ids` [T] by the path that episodes take.
-
-        Args:
-            adapter: Name of a loaded adapter to compute under; None: the weights that serve now.
-        """
+    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> Floats:
         engines = (await self.facts()).engines or 1
         rows = [self._score_in_engine(token_ids, adapter, place if engines > 1 else None) for place in range(engines)]
         return np.stack(await gather(*rows))
 
-    async def _score_in_engine(
-        self, token_ids: list[int], adapter: str | None, engine: int | None
-    ) -> npt.NDArray[np.float32]:
+    async def _score_in_engine(self, token_ids: list[int], adapter: str | None, engine: int | None) -> Floats:
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
@@ -332,7 +251,7 @@ class ServerControl(AdapterRoutes):
         except (KeyError, TypeError, ValueError) as error:
             raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
 
-    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+    async def _scores(self, path: str, sequences: list[list[int]]) -> list[Floats]:
         scores = await self._answer(Scores, "POST", path, {"token_ids": sequences})
         try:
             # One array of a sequence's rows in all engines.

@@ -13,13 +13,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from slipstream.protocol.engine import LayerFindings
 from slipstream.weight_sync.server.cancellation import gather_two
-from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.engine import ControlError, ProofTarget, Scoring
 from slipstream.weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge_engines
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
@@ -30,16 +28,6 @@ CANNOT = frozenset({404, 405, 501})
 
 # Maximum number of wrong layers that an error names.
 NAMED = 4
-
-
-class Scoring(Protocol):
-    """The part of `ServerControl` that a `Scorer` needs."""
-
-    url: str
-
-    async def score(self, sequences: list[list[int]]) -> list[Floats]: ...
-
-    async def score_by_request(self, token_ids: list[int]) -> Floats: ...
 
 
 class Scorer:
@@ -72,12 +60,6 @@ class Scorer:
 
 class ProofFailed(RuntimeError):
     """The server computes with other weights than were sent."""
-
-
-class ProofTarget(Scoring, Protocol):
-    """The target of a proof: a server (`ServerControl`), or one of its loaded adapters."""
-
-    async def layers(self, label: str) -> LayerFindings: ...
 
 
 @dataclass(frozen=True)

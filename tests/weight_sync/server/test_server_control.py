@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 
 

@@ -27,8 +27,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from slipstream.learner.ranks.stopping import LearnerFailed
-from slipstream.learner.training import optimiser
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.trainer import Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.config import ConfigError, ModelSection
 
@@ -153,8 +152,8 @@ def save(
         _sweep(home)
         unfinished.mkdir(parents=True)
         trainer.save_model(unfinished / places.MODEL)
-        if trainer.policy.adapter is not None:
-            trainer.policy.adapter.save(unfinished / places.ADAPTER)
+        if trainer.adapter is not None:
+            trainer.adapter.save(unfinished / places.ADAPTER)
         copy_sources(sources, unfinished / places.MODEL)
         torch.save({**trainer.state(unfinished / PARTS), "random": _random_state()}, unfinished / "trainer.pt")
         for weights in unfinished.rglob("*.safetensors"):  # the library makes them readable for their owner alone
@@ -224,7 +223,6 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
             f"{path} is damaged and cannot be read ({type(error).__name__}: {first}): move {checkpoint.path} away, and "
             f"go on from the checkpoint before it with --resume"
         ) from error
-    saved = optimiser.resumed(saved, trainer.optimiser, trainer.schedule, trainer.optim)
     trainer.restore(saved, checkpoint.path / PARTS)
     _set_random_state(saved["random"])
 

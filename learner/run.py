@@ -149,7 +149,7 @@ def follow(place: RankInfo) -> None:
 
 def sends_shares(config: RunConfig, team: Team) -> bool:
     """Return whether each rank sends its share of the weights, and not rank 0 everything."""
-    # vLLM's own engine takes one sender, and a server shares a GPU with one rank.
+    # The in-place engine takes one sender, and a server shares a GPU with one rank.
     return team.count > 1 and config.weight_sync.transport not in ("nccl", "ipc")
 
 

@@ -1,4 +1,4 @@
-"""Measures how fast a vLLM server samples with few and with many requests, by asking it as workers do."""
+"""Measures how fast a server samples with few and with many requests, by asking it as workers do."""
 
 from __future__ import annotations
 

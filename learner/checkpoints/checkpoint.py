@@ -1,6 +1,6 @@
 """Writes, finds and reads checkpoints. Each is complete, or not there at all.
 
-`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` if one
+`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and servers load), `adapter/` if one
 trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
 has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set. Ranks that hold
 parts of the weights write a file each to `model/`, and to `trainer/` what their optimiser remembers.

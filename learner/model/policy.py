@@ -182,7 +182,7 @@ class Policy(torch.nn.Module):
     def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
         """Write a model folder with the weights as they are, an adapter merged, or with those in `state`.
 
-        Its config.json names the servers' type: vLLM and `from_pretrained` use that one unless they are told another.
+        Its config.json names the servers' type: servers and `from_pretrained` use that one unless told another.
         """
         if self.adapter is None:
             self.model.save_pretrained(folder, state_dict=state)

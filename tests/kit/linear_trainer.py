@@ -58,7 +58,7 @@ class LinearTrainer:
             self._scored.append((row.rollout, row.behaviour, pairs.detach()))
         if not torch.isfinite(loss):
             raise DivergedError(f"the loss is {float(loss)}")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimiser.step()
         self._optimiser.zero_grad()
         return StepMetrics(loss=float(loss.detach()))

@@ -24,7 +24,7 @@ from slipstream import learner
 from slipstream.learner.ranks.stopping import LearnerFailed, Stopped
 from slipstream.learner.report.records import StepRecord
 from slipstream.learner.report.tracking import numbers, sent_settings
-from slipstream.learner.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.config.load import import_for
 

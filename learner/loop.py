@@ -26,7 +26,7 @@ from slipstream.learner.report.queue_status import Watch
 from slipstream.learner.report.records import StepRecord, StepTimes
 from slipstream.learner.report.token_views import with_tokens
 from slipstream.learner.session import Session, begin_session
-from slipstream.learner.trainer import StepMetrics, Trainer
+from slipstream.learner.training.base import StepMetrics, Trainer
 from slipstream.protocol import tracing
 from slipstream.protocol.client import RunFinished
 from slipstream.protocol.config import RunConfig, adapter_checks

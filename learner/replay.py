@@ -28,7 +28,7 @@ from slipstream.learner.report.journal import Journal
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.records import StepRecord, StepTimes
 from slipstream.learner.run import build_trainer
-from slipstream.learner.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, StepMetrics, Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol import trained_record as records
 from slipstream.protocol.config import ConfigError, RunConfig

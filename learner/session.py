@@ -26,7 +26,7 @@ from slipstream.learner.report.reports import Reports
 from slipstream.learner.report.sampler_checks import ServerWatch
 from slipstream.learner.report.token_views import Texts
 from slipstream.learner.skipping import Attempts
-from slipstream.learner.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol.client import QueueError
 from slipstream.protocol.config import RunConfig
 from slipstream.weight_sync.publisher import Publisher

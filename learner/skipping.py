@@ -20,7 +20,7 @@ from slipstream.learner.feed.step_draft import Batch
 from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.report.journal import Journal, Record
 from slipstream.learner.report.progress import TerminalProgress
-from slipstream.learner.trainer import DivergedError, RanksOutOfMemory, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, RanksOutOfMemory, StepMetrics, Trainer
 from slipstream.protocol import reasons
 
 FILE_NAME = "left_out.jsonl"

@@ -27,7 +27,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from slipstream.learner.ranks.stopping import LearnerFailed
-from slipstream.learner.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.config import ConfigError, ModelSection
 

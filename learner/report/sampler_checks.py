@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from slipstream.learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
-from slipstream.learner.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 
 # With fewer tokens, one or two strange ones decide the mean.
 MIN_TOKENS = 64

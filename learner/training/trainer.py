@@ -31,8 +31,8 @@ from slipstream.learner.ranks import environment, wrapping
 from slipstream.learner.ranks.figures import RankFigures
 from slipstream.learner.ranks.liveness import RankLost
 from slipstream.learner.ranks.team import END, Guard, PartFailed, Team
-from slipstream.learner.trainer import BatchForm, DivergedError, RanksOutOfMemory, Scores, StepMetrics, Trainer
 from slipstream.learner.training import optimiser, replay_effect, state_files, step_sums
+from slipstream.learner.training.base import BatchForm, DivergedError, RanksOutOfMemory, Scores, StepMetrics, Trainer
 from slipstream.learner.training.flops import Meter
 from slipstream.learner.training.passes import (
     Known,
@@ -47,7 +47,7 @@ from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.messages import RankReport
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer import HandOverShares
+    from slipstream.learner.training.base import HandOverShares
 
 # Keys of `PolicyTrainer.state`.
 STATE = ("optim", "optimiser", "schedule", "reference")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.images import Image, digest, pack
-from slipstream.rollout_worker.inference.image_items import encode_item
+from slipstream.rollout_worker.vision.image_items import encode_item
 from slipstream.rollout_worker.vision.sources import ImageError, open_image
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -32,7 +32,7 @@ class Seen:
     Attributes:
         token_id: The placeholder token; `wire.tokens` of them stand for the image.
         wire: As the group carries it.
-        item: As servers take it, see `inference.image_items`.
+        item: As servers take it, see `vision.image_items`.
         size: Width and height of the source, in pixels.
         preview: A small JPEG of it, as a `data:` address, for people who read the rollout.
     """
@@ -63,7 +63,7 @@ class Family:
 
     Attributes:
         tokens: Maps an image's arrays, and the processor, to the number of its tokens.
-        fields: The kind of field of each array, see `inference.image_items.encode_item`.
+        fields: The kind of field of each array, see `vision.image_items.encode_item`.
     """
 
     tokens: Callable[[Arrays, Any], int]

@@ -1,4 +1,4 @@
-"""The second implementation of the port `learner.trainer.Trainer`: a bigram policy in plain torch, without ranks."""
+"""The second implementation of the port `training.base.Trainer`: a bigram policy in plain torch, without ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow
 from slipstream.learner.ranks.liveness import RankLost
 from slipstream.learner.ranks.team import Guard
-from slipstream.learner.trainer import BatchForm, DivergedError, Scores, StepMetrics
+from slipstream.learner.training.base import BatchForm, DivergedError, Scores, StepMetrics
 from slipstream.protocol.messages import RankReport
 
 FILE_NAME = "model.safetensors"

@@ -21,7 +21,7 @@ from slipstream.learner.replay import Outcome, Request, digest, made_with, repla
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.run import build_trainer
 from slipstream.learner.start import starting_point
-from slipstream.learner.trainer import DivergedError, StepMetrics
+from slipstream.learner.training.base import DivergedError, StepMetrics
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol import reasons, trained_record

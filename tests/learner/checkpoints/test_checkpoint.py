@@ -23,7 +23,7 @@ from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.model.reference import ReferenceModel
 from slipstream.learner.run import build_trainer
-from slipstream.learner.trainer import DivergedError
+from slipstream.learner.training.base import DivergedError
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from slipstream.protocol.messages import MAX_METRIC

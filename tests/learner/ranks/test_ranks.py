@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
 from slipstream.learner.run import build_trainer
-from slipstream.learner.trainer import DivergedError, StepMetrics
+from slipstream.learner.training.base import DivergedError, StepMetrics
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import RankReport

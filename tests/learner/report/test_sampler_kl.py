@@ -19,7 +19,7 @@ from slipstream.learner.model.policy import Policy
 from slipstream.learner.report import sampler_checks
 from slipstream.learner.report.progress import TerminalProgress, line
 from slipstream.learner.report.records import StepRecord
-from slipstream.learner.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import sample

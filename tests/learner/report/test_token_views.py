@@ -13,7 +13,7 @@ from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
 from slipstream.learner.model.policy import Policy
 from slipstream.learner.report import token_views
 from slipstream.learner.report.token_views import with_tokens
-from slipstream.learner.trainer import Scores
+from slipstream.learner.training.base import Scores
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.messages import Group, Rollout
 from slipstream.protocol.rollouts import RolloutView

@@ -12,7 +12,7 @@ from slipstream.learner.algorithm import corrections
 from slipstream.learner.algorithm.corrections import ProximalInputs
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.trainer import DivergedError, StepMetrics
+from slipstream.learner.training.base import DivergedError, StepMetrics
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import sample, step_rollouts

@@ -17,7 +17,7 @@ from slipstream.learner.algorithm.objectives import OBJECTIVES
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, pack, pack_row
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts

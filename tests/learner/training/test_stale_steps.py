@@ -13,7 +13,7 @@ import torch
 
 from slipstream.learner.feed.packing import PackedRow, Sample, pack
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts

@@ -1,6 +1,6 @@
 """The port of training: what loop, session and checkpoints ask of a trainer.
 
-`training.trainer.PolicyTrainer` implements it for models of transformers, on one rank or several.
+`trainer.PolicyTrainer` implements it for models of transformers, on one rank or several.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.model.precision import Precision
 from slipstream.learner.ranks import wrapping
 from slipstream.learner.training.flops import Work, peak
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection, RunConfig
 
 # As published for Qwen3-0.6B, Qwen2.5-1.5B and Qwen3-4B.
@@ -129,7 +129,7 @@ def _steps(
     if checkpointing:
         loading.checkpoint_layers(policy.model)
     given = _batch(shape, small)
-    trainer, rows = Trainer(policy, LearnerSection(), longest=2048), pack(given.samples, tokens)
+    trainer, rows = PolicyTrainer(policy, LearnerSection(), longest=2048), pack(given.samples, tokens)
     trainer.step(rows, given.rollouts)
     if here.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -213,7 +213,7 @@ def profile(small: bool) -> dict[str, Any]:
     """Measure which share of a step kernels run; on a CPU, only how many operators do."""
     here, shape = device(), SHAPES["tiny" if small else "0.6B"]
     given = _batch(shape, small)
-    trainer, rows = Trainer(build_policy(shape, here), LearnerSection(), longest=2048), pack(given.samples, 8192)
+    trainer, rows = PolicyTrainer(build_policy(shape, here), LearnerSection(), longest=2048), pack(given.samples, 8192)
     trainer.step(rows, given.rollouts)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if here.type == "cuda":

@@ -27,7 +27,7 @@ from benchmarks.learner_ways import SECTION
 from slipstream.learner.attention import layouts
 from slipstream.learner.feed.packing import PACKED_ATTENTION, pack
 from slipstream.learner.model.policy import Policy, Scoring
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 
 DENSE = SIZES["7M"]
 
@@ -44,7 +44,7 @@ class Laid:
         self.model = model
         policy = Policy(model, PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib))
         policy.use(layout)
-        self._trainer = Trainer(policy, SECTION, longest=2048)
+        self._trainer = PolicyTrainer(policy, SECTION, longest=2048)
         self._batch, self._budget, self._branches = step, budget, layout == "trie"
         self.optimiser = self._trainer.optimiser.optimizer
         self.forwarded = 0

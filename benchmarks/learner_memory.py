@@ -43,7 +43,7 @@ from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
 from slipstream.learner.ranks.team import Team
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import RunConfig
 from tests.kit.model import tiny_model
 
@@ -174,7 +174,7 @@ def measure_rank(number: int, port: int, folder: Path, ranks: int, whole: bool) 
     print(json.dumps(figures))
 
 
-def _save(trainer: Trainer, config: RunConfig) -> None:
+def _save(trainer: PolicyTrainer, config: RunConfig) -> None:
     """Do this rank's part of a checkpoint, as rank 0's commands would ask for."""
     if trainer.team.leads:
         checkpoints.save(config.run_dir, CheckpointInfo(1, 1), trainer, Sources(config.model), keep=1)
@@ -183,7 +183,7 @@ def _save(trainer: Trainer, config: RunConfig) -> None:
         trainer.state()
 
 
-def _resume(config: RunConfig, team: Team) -> Trainer:
+def _resume(config: RunConfig, team: Team) -> PolicyTrainer:
     """Build the trainer anew from rank 0's checkpoint."""
     trainer = build_trainer(config, checkpoints.of_step(config.run_dir, 1) if team.leads else None, team)
     if not team.leads:

@@ -29,7 +29,7 @@ from benchmarks.learner_cases import CASES, SIZES, Batch, batch
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.ranks import launch
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection, RunConfig
 
 RANKS = 2
@@ -100,7 +100,7 @@ def _run_file(model: Path, ranks: int) -> RunConfig:
     )
 
 
-def _step(trainer: Trainer, work: Batch, ranks: int) -> None:
+def _step(trainer: PolicyTrainer, work: Batch, ranks: int) -> None:
     trainer.step(pack(work.samples, LearnerSection().token_budget, ranks=ranks), work.rollouts)
 
 

@@ -19,7 +19,7 @@ from slipstream.learner.feed.packing import PackedRow, Sample, pack
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.model.precision import Precision
 from slipstream.learner.training import optimiser
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 
 # The rate is so low that the weights, and with them the work, stay the same. Without `delta`, which the other ways do
@@ -40,7 +40,7 @@ class Way(Protocol):
 
 
 class Ours:
-    """Makes a step with `pack` and `Trainer.step`.
+    """Makes a step with `pack` and `PolicyTrainer.step`.
 
     Attributes:
         forwarded: Tokens of the rows of the last step.
@@ -54,7 +54,7 @@ class Ours:
         self.model = size.build(packing.PACKED_ATTENTION, device)
         precision = None if compute is None else Precision(torch.float32, compute, compute)
         policy = Policy(self.model, packing.PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib), precision)
-        self._trainer = Trainer(policy, SECTION, longest=2048)
+        self._trainer = PolicyTrainer(policy, SECTION, longest=2048)
         self._batch, self._budget = batch, budget
         self.optimiser = self._trainer.optimiser.optimizer
         self.forwarded = 0

@@ -38,8 +38,8 @@ import torch
 from benchmarks.weight_sync_baseline import Baseline
 from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Load, Size, machine, model_of, serving, under_load
 from slipstream.protocol.config import WeightSyncSection
+from slipstream.protocol.engine import Swap
 from slipstream.weight_sync.fleet.server_publication import ServerSync
-from slipstream.weight_sync.server.answers import Swap
 from slipstream.weight_sync.server.control import ServerControl
 from slipstream.weight_sync.transports.base import Sent, StagedTransport
 from slipstream.weight_sync.transports.gloo.group import GlooGroup

@@ -1,1 +1,1 @@
-"""Starts Slipstream: the command line, the checks before a run, the supervisor, and vLLM's server."""
+"""Starts Slipstream: the command line, the checks before a run, the supervisor, and the inference server."""

@@ -24,7 +24,7 @@ from slipstream import learner
 from slipstream.learner.ranks.stopping import LearnerFailed, Stopped
 from slipstream.learner.report.records import StepRecord
 from slipstream.learner.report.tracking import numbers, sent_settings
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.config.load import import_for
 
@@ -84,10 +84,8 @@ class Callbacks:
         )
         self._control = TrainerControl()
         self._given = {
-            "model": trainer.policy.model,
+            **trainer.for_callbacks(),
             "processing_class": tokenizer,
-            "optimizer": trainer.optimiser,
-            "lr_scheduler": trainer.schedule,
             "train_dataloader": None,
             "eval_dataloader": None,
         }

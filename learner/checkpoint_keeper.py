@@ -24,7 +24,7 @@ from slipstream.learner.feed.blocking_client import BlockingQueueClient
 from slipstream.learner.ranks.stopping import Stop
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.records import EvaluationRecord
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.checkpoints import Best
 from slipstream.protocol.client import QueueError

@@ -34,7 +34,7 @@ from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.queue_status import Watch
 from slipstream.learner.report.records import StepRecord, StepTimes
 from slipstream.learner.report.reports import Reports
-from slipstream.learner.training.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 from slipstream.protocol import access, reasons
 from slipstream.protocol.client import QueueClient, RunFinished
 from slipstream.protocol.config import ConfigError, RunConfig, load

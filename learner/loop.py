@@ -26,7 +26,7 @@ from slipstream.learner.report.queue_status import Watch
 from slipstream.learner.report.records import StepRecord, StepTimes
 from slipstream.learner.report.token_views import with_tokens
 from slipstream.learner.session import Session, begin_session
-from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.learner.training.base import StepMetrics, Trainer
 from slipstream.protocol import tracing
 from slipstream.protocol.client import RunFinished
 from slipstream.protocol.config import RunConfig, adapter_checks
@@ -124,7 +124,7 @@ class Loop:
     def _run_session(self) -> None:
         queue = self._queue
         what = f"publishing version {queue.position.version} to the vLLM servers"
-        self._trainer.team.on_lost(self._publisher.rank_lost)
+        self._trainer.on_rank_lost(self._publisher.rank_lost)
         with self._progress.phase(what), queue.waiting(f"loading: {what}"):
             self._publish()
             self._finish_publication()
@@ -132,9 +132,7 @@ class Loop:
         self._ask_for_evaluation()
         if queue.position.step == 0:
             self._evaluator.wait_for_first()
-        pin = self._trainer.device.type == "cuda"
-        branches, routed = self._trainer.policy.layout == "trie", self._trainer.policy.routed_layers
-        with queue.feeding(pin, branches, routed) as feeder:
+        with queue.feeding(*self._trainer.batch_form) as feeder:
 
             def lost(error: RankLost) -> None:
                 self._publisher.rank_lost(error)
@@ -144,7 +142,7 @@ class Loop:
                 if (destroyed := self._session.collapse.waiting(status)) is not None:
                     feeder.fail(destroyed)
 
-            self._trainer.team.on_lost(lost)
+            self._trainer.on_rank_lost(lost)
             if self._watch is not None:
                 self._watch.on_status = heard
             self._train(feeder)
@@ -240,19 +238,18 @@ class Loop:
 
     def _hand_over(self, version: int, probe: Probe) -> float:
         """Hand the weights to the publisher, on each rank its share of them. Returns the seconds that this took."""
-        trainer, publisher, adapter = self._trainer, self._publisher, self._trainer.policy.adapter
+        trainer, publisher, adapter = self._trainer, self._publisher, self._trainer.adapter
         if adapter is not None:
             if self._alone is None:
-                on_gpu = trainer.device.type == "cuda"
                 self._alone = adapter_published_alone(
-                    self._config, adapter, probe, on_gpu, self._progress.say, self._queue.position.run
+                    self._config, adapter, probe, trainer.on_gpu, self._progress.say, self._queue.position.run
                 )
             if self._alone:
                 return publisher.publish(version, adapter.alone(), probe)
-        if not publisher.by_shares:
+        if not publisher.by_shares or trainer.shares is None:
             return publisher.publish(version, trainer.weights(), probe)
         told = {"version": version, "kept": publisher.make_room(), "run": self._queue.position.run}
-        return trainer.hand_over_share(told, lambda share: publisher.publish(version, share, probe))
+        return trainer.shares(told, lambda share: publisher.publish(version, share, probe))
 
     def _publish(self) -> float:
         """Hand the weights over. Returns the seconds that this took."""

@@ -28,7 +28,7 @@ from slipstream.learner.report.journal import Journal
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.records import StepRecord, StepTimes
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, StepMetrics, Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol import trained_record as records
 from slipstream.protocol.config import ConfigError, RunConfig
@@ -197,8 +197,7 @@ class _Replay:
         return outcome
 
     def _batch(self, recorded: RecordedStep, groups: Sequence[RecordPosition]) -> Batch:
-        policy = self._trainer.policy
-        branches, routed = policy.layout == "trie", policy.routed_layers
+        _, branches, routed = self._trainer.batch_form
         draft = Draft(self._config, recorded.step, recorded.version - 1, "replay", branches, routed)
         try:
             dropped = draft.add(LeasedGroup(place.group(), place.head.arrival_version) for place in groups)
@@ -223,7 +222,7 @@ class _Replay:
             why = f"the run left it out ({groups[0].head.dropped}); here it could be trained"
         except (DivergedError, torch.OutOfMemoryError) as error:
             why = f"left out here as in the run ({groups[0].head.dropped}): {error}"
-        self._trainer.optimiser.zero_grad()
+        self._trainer.discard()
         self._left_out[name] = why
         self._progress.warn(f"{name}: {why}")
 
@@ -254,7 +253,7 @@ class _Replay:
             largest_difference=self._largest,
             left_out=self._left_out,
             ranks=self._ranks,
-            device=str(self._trainer.device),
+            device="cuda:0" if self._trainer.on_gpu else "cpu",
             threads=torch.get_num_threads(),
             torch=str(torch.__version__),
         )
@@ -279,20 +278,20 @@ class _NothingWrong(Exception):
 
 @contextmanager
 def _without_a_change(trainer: Trainer) -> Iterator[None]:
-    def stop(*_: object) -> None:
+    def stop() -> None:
         raise _NothingWrong
 
-    hook = trainer.optimiser.optimizer.register_step_pre_hook(stop)
+    end = trainer.before_change(stop)
     try:
         yield
     finally:
-        hook.remove()
+        end()
 
 
 def digest(trainer: Trainer) -> str:
     """Return the SHA-256 over the names and bytes of all weights."""
     sums = hashlib.sha256()
-    for name, weight in sorted(trainer.policy.named_weights()):
+    for name, weight in sorted(trainer.weights()):
         sums.update(name.encode())
         sums.update(weight.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return sums.hexdigest()

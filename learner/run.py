@@ -29,7 +29,7 @@ from slipstream.learner.ranks.team import Team
 from slipstream.learner.report import trackers
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.queue_status import Watch
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol import tracing
 from slipstream.protocol.client import QueueClient
@@ -149,7 +149,7 @@ def follow(place: RankInfo) -> None:
 
 def sends_shares(config: RunConfig, team: Team) -> bool:
     """Return whether each rank sends its share of the weights, and not rank 0 everything."""
-    # vLLM's own engine takes one sender, and a server shares a GPU with one rank.
+    # The in-place engine takes one sender, and a server shares a GPU with one rank.
     return team.count > 1 and config.weight_sync.transport not in ("nccl", "ipc")
 
 
@@ -173,7 +173,7 @@ def bound_gpu_memory() -> None:
         torch.cuda.set_per_process_memory_fraction(share)
 
 
-def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
+def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> PolicyTrainer:
     """Build the trainer with the weights of `checkpoint`, or the model's own; rank 0's on all ranks. Where each holds a
     part, it reads that part; unless rank 0 sees a checkpoint that another does not, and sends it."""
     set_seed(config.run.seed)
@@ -183,7 +183,7 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team |
         return _built(config, checkpoint, team)
 
 
-def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trainer:
+def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> PolicyTrainer:
     learner, adapted = config.learner, config.lora.r > 0
     if checkpoint is not None:
         checkpoints.check_kind(checkpoint, adapted)
@@ -210,7 +210,7 @@ def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trai
     if checkpoint is not None and policy.adapter is not None:
         policy.adapter.load(checkpoint.adapter_path)
     reference = load_reference(config, scoring, policy, team)
-    trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference, team)
+    trainer = PolicyTrainer(policy, learner, config.rollout.max_episode_tokens, reference, team)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
     return trainer

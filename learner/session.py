@@ -27,7 +27,7 @@ from slipstream.learner.report.reports import Reports
 from slipstream.learner.report.sampler_checks import ServerWatch
 from slipstream.learner.report.token_views import Texts
 from slipstream.learner.skipping import Attempts
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol.client import QueueError
 from slipstream.protocol.config import RunConfig
 from slipstream.weight_sync.publisher import Publisher
@@ -77,15 +77,12 @@ def begin_session(
     after: int | None = None,
 ) -> Session:
     """Begin a session at the queue and make its parts. Arguments and errors are those of `train`."""
-    # torch calls it right before weights change.
-    trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
-    trainer.team.guard(stop)
+    trainer.before_change(stop.hold)
+    trainer.guard(stop)
     checkpoints.try_files(config.run_dir, trainer, Sources(config.model, config.chat.template))
-    begin = start.session(
-        config, checkpoint.info if checkpoint else None, resume, trainer.policy.vocabulary_size, after
-    )
+    begin = start.session(config, checkpoint.info if checkpoint else None, resume, trainer.vocabulary_size, after)
     with progress.phase("waiting for the queue"):
-        queue = QueueSession(config, client, publisher, begin, trainer.policy.vocabulary_size)
+        queue = QueueSession(config, client, publisher, begin, trainer.vocabulary_size)
     session = queue.position.session
 
     def rank_is_silent(who: str | None) -> None:
@@ -95,7 +92,7 @@ def begin_session(
         with suppress(QueueError, TimeoutError):
             client.call(lambda queue: asyncio.wait_for(queue.waiting(session, what), TOLD_WITHIN_S))
 
-    trainer.team.on_silent(rank_is_silent)
+    trainer.on_rank_silent(rank_is_silent)
     checkpoints.set_aside(config.run_dir, begin.step)
     reports = Reports(config, begin.step, progress)
     notices = PendingNotices()

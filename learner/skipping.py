@@ -20,7 +20,7 @@ from slipstream.learner.feed.step_draft import Batch
 from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.report.journal import Journal, Record
 from slipstream.learner.report.progress import TerminalProgress
-from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, RanksOutOfMemory, StepMetrics, Trainer
 from slipstream.protocol import reasons
 
 FILE_NAME = "left_out.jsonl"
@@ -72,7 +72,7 @@ class Attempts:
         self._journal = Journal(self._path, LeftOut, step) if self._path.exists() else None
         self._in_a_row = 0
         self._changing = False
-        trainer.optimiser.optimizer.register_step_pre_hook(self._on_change)
+        trainer.before_change(self._on_change)
 
     def step(self, batch: Batch, feeder: Feeder) -> StepMetrics | None:
         """Train on a batch; returns None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
@@ -85,19 +85,12 @@ class Attempts:
             reason = reasons.STEP_NOT_FINITE
         except torch.OutOfMemoryError as error:
             failure, reason = _out_of_memory(str(error), batch), reasons.OUT_OF_MEMORY
-            ranks_stuck = self._trainer.team.count > 1
-        except RuntimeError:  # rank 0 gets this in a collective with a rank that is gone
-            if (memory_error := self._trainer.team.out_of_memory()) is None:
-                raise
-            failure, reason = _out_of_memory(memory_error, batch), reasons.OUT_OF_MEMORY
-            ranks_stuck = True
+            ranks_stuck = isinstance(error, RanksOutOfMemory)
         else:
             self._in_a_row = 0
             return metrics
         # Not inside the except clauses: here the tensors that the exception's frames held are free.
-        self._trainer.optimiser.zero_grad()
-        if self._trainer.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._trainer.discard()
         if self._changing:
             raise type(failure)(f"{failure}. It came while weights were changing, so they must not be used. {GO_ON}")
         if self._in_a_row >= self._most:
@@ -115,7 +108,7 @@ class Attempts:
             )
         return None
 
-    def _on_change(self, *_: object) -> None:
+    def _on_change(self) -> None:
         self._changing = True
 
     def _tell(self, batch: Batch, left_out: LeftOut) -> None:

@@ -1,7 +1,7 @@
 """Roles, tokens and routes: decides which process may use which route. A run has one secret, from which each role's
 token is derived (I8).
 
-Whoever starts a queue or a vLLM server has the secret, in SLIPSTREAM_TOKEN or in a file that SLIPSTREAM_TOKEN_FILE
+Whoever starts a queue or a server has the secret, in SLIPSTREAM_TOKEN or in a file that SLIPSTREAM_TOKEN_FILE
 names. Every other process sends the token of its role: HMAC-SHA256 of the role under the secret. So the secret crosses
 no network, and from a role's token neither the secret nor another role's token can be derived. `slipstream token ROLE`
 prints one for a process elsewhere.

@@ -1,4 +1,4 @@
-"""Addresses: checks URLs, MCP servers, names and URLs of vLLM servers, and knows which of a run's queues to ask.
+"""Addresses: checks URLs, MCP servers, names and URLs of servers, and knows which of a run's queues to ask.
 
 A ValueError names the remedy. Of several queues on one database one is active, and the others stand by.
 """

@@ -206,7 +206,7 @@ def read_json_lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def error_message(body: bytes, characters: int = 500) -> str:
-    """Return the message in the body of an HTTP error, for people: `error.message` as vLLM and OpenAI have it, or
+    """Return the message in the body of an HTTP error, for people: `error.message` as OpenAI has it, or
     `detail` or `message`. A body that is not JSON is text already; of JSON without a message nothing is shown."""
     try:
         found = msgspec.json.decode(body)

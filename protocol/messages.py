@@ -237,7 +237,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServerState(StrEnum):
-    """State of a vLLM server. Only SERVING ones get episodes (I5). A DRAINING one finishes its requests and leaves."""
+    """State of an inference server. Only SERVING ones get episodes (I5). A DRAINING one finishes its requests."""
 
     JOINING = "joining"
     SYNCING = "syncing"
@@ -267,7 +267,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Server(msgspec.Struct):
-    """A vLLM server of the registry.
+    """An inference server of the registry.
 
     Attributes:
         version: The last version proven on it, None before the first; of a quarantined server, the one that failed.
@@ -405,7 +405,7 @@ class WorkerReport(msgspec.Struct):
         full_s: The same, because no more episodes were allowed to be open.
         elapsed_s: Seconds since its first request. `cpu_s`: CPU seconds of its process since then.
         hung_calls: Calls of user code that are still running after their time-out.
-        waiting_for_servers: Episodes that wait for a vLLM server now.
+        waiting_for_servers: Episodes that wait for a server now.
         eval_episodes: Episodes of evaluations, done or failed; in no other count but `failures`.
         failures: Failed episodes of all kinds, by reason.
         fingerprint: Decides whether the queue admits the worker.

@@ -106,7 +106,7 @@ LOST = "lost"
 WORKER_STOPPED = "worker_stopped"
 TICKET_KIND = "ticket_kind"
 
-# Why an answer of vLLM cannot be trained on.
+# Why an answer of a server cannot be trained on.
 UNREADABLE = "unreadable"
 FINISH_REASON = "finish_reason"
 MISSING_LOGPROBS = "missing_logprobs"

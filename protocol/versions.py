@@ -43,12 +43,12 @@ def new_run_id(name: str) -> str:
 
 
 def label_of(run: str, version: int) -> str:
-    """Return the label, as vLLM reports it with each sampled token; the bare version if `run` is empty."""
+    """Return the label, as servers report it with each sampled token; the bare version if `run` is empty."""
     return f"{run}:{version}" if run else str(version)
 
 
 def parse(label: str) -> Label | None:
-    """Parse a label; None if `label_of` did not make it, such as vLLM's own "default" after a start."""
+    """Parse a label; None if `label_of` did not make it, such as a server's "default" after a start."""
     match = _LABEL.fullmatch(label)
     return Label(match[1] or "", int(match[2])) if match else None
 

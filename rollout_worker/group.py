@@ -27,9 +27,9 @@ from slipstream.rollout_worker.episodes.capacity import Capacity, Reservation
 from slipstream.rollout_worker.episodes.episode import Episode
 from slipstream.rollout_worker.episodes.runner import EpisodeRunner
 from slipstream.rollout_worker.episodes.source import EpisodeSource, GroupPlan, TicketFailed
+from slipstream.rollout_worker.inference.engine import OwnParams
 from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from slipstream.rollout_worker.inference.pool import ServerPool
-from slipstream.rollout_worker.inference.wire import OwnParams
 from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError, TrainerState
 from slipstream.rollout_worker.task.rewards import RewardFunctions
 from slipstream.rollout_worker.task.row_reader import RowReader

@@ -34,7 +34,7 @@ from slipstream.rollout_worker.episodes.source import EpisodeSource, TicketFaile
 from slipstream.rollout_worker.fingerprint import fingerprint_of
 from slipstream.rollout_worker.group import GroupRunner
 from slipstream.rollout_worker.heartbeat import Heartbeat, Queue, give_back, leave
-from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.engine import Engine
 from slipstream.rollout_worker.inference.failures import FailureNotices
 from slipstream.rollout_worker.inference.pool import ServerPool
 from slipstream.rollout_worker.inference.sampler import Sampler
@@ -74,7 +74,7 @@ class Worker:
         queue: Queue,
         worker_id: str,
         source: EpisodeSource,
-        client: InferenceClient,
+        engine: Engine,
         code: UserCode,
         notices: FailureNotices,
         stream_first_turn: bool = True,
@@ -110,12 +110,12 @@ class Worker:
         code.shut_off = self._user_code_is_shut_off
         self._pool = ServerPool(
             self._report_server,
-            abort=client.abort,
+            abort=engine.abort,
             notify=lambda name, text: self._notices.add("server", name, text),
             ask=self.heartbeat.now,
             clock=clock,
         )
-        self._sampler = Sampler(client, self._pool, config, source.chat.stop_token_ids, stream_first_turn, sleep=sleep)
+        self._sampler = Sampler(engine, self._pool, config, source.chat.stop_token_ids, stream_first_turn, sleep=sleep)
         episodes = EpisodeRunner(
             self._sampler,
             EpisodeLimits.of(config),

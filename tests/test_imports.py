@@ -468,3 +468,16 @@ def test_slipstream_is_the_only_name_that_is_imported_and_installed() -> None:
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["packages"]["find"] == {"include": ["slipstream*"]}
+
+
+@pytest.mark.parametrize(
+    ("room", "by"),
+    [
+        ("rollout_worker.inference.wire", {"rollout_worker.inference.client"}),
+        ("rollout_worker.inference.client", {"rollout_worker.worker", "deploy.planning.probe"}),
+        ("learner.training.trainer", {"learner.run"}),
+    ],
+)
+def test_what_stands_behind_a_port_is_known_where_it_is_made_alone(room: str, by: set[str]) -> None:
+    modules = files_by_module().items()
+    assert {name for name, file in modules if room in {use.what for use in imports(tree_of(file), file)}} == by

@@ -26,8 +26,9 @@ from slipstream.deploy.servers.probes import check_port
 from slipstream.deploy.servers.vllm_server import on_cpu
 from slipstream.protocol import checkpoints
 from slipstream.protocol.config import ConfigError, Finding, LearnerSection, RunConfig
+from slipstream.protocol.engine import ServerFacts
 from slipstream.weight_sync.fleet.eligibility import TRIED_VERSION, Wanted, describe_mismatches, judge
-from slipstream.weight_sync.server.answers import ServerFacts
+from slipstream.weight_sync.server.answers import facts_of_description
 
 # Settings of [learner] that name optimisers and schedules of other packages.
 _NAMED_ELSEWHERE = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
@@ -255,7 +256,7 @@ def fetch(url: str, token: str | None) -> ServerFacts:
     except ConfigError as error:
         cause = error.__cause__
         scale_out = isinstance(cause, HTTPError) and cause.code not in (403, 404)
-    return ServerFacts.parse(version, info, scale_out)
+    return facts_of_description(version, info, scale_out)
 
 
 def _is_vllm(url: str, token: str | None) -> bool:

@@ -198,7 +198,7 @@ class _Run:
         }
         mounts = [{"name": "config", "mountPath": CONFIG, "readOnly": True}, {"name": "shm", "mountPath": "/dev/shm"}]
         container["volumeMounts"] = [*mounts, *container.get("volumeMounts", [])]
-        # Torch and vLLM pass tensors between processes in shared memory, of which a pod has 64 MB by default.
+        # Torch and the server pass tensors between processes in shared memory, of which a pod has 64 MB by default.
         volumes = [
             {"name": "config", "configMap": {"name": f"{self.name}-config"}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},

@@ -1,4 +1,4 @@
-"""Measures how fast a vLLM server samples with few and with many requests, by asking it as workers do."""
+"""Measures how fast a server samples with few and with many requests, by asking it as workers do."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import msgspec
 
 from slipstream.deploy.planning.serving import Curve
 from slipstream.protocol.config import ConfigError, RunConfig
-from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.protocol.messages import Server
 from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.engine import Engine, TurnRequest
 from slipstream.rollout_worker.inference.failures import Doubtful, ServerFailed
-from slipstream.rollout_worker.inference.wire import GenerateRequest, sampling_params
 
 FILE_NAME = "probe.json"
 
@@ -119,9 +119,10 @@ def _loads(most: int) -> list[int]:
 class _Asking:
     """Asks one server."""
 
-    def __init__(self, config: RunConfig, client: InferenceClient, url: str, shape: Shape) -> None:
+    def __init__(self, config: RunConfig, engine: Engine, url: str, shape: Shape) -> None:
         self._config = config
-        self._client = client
+        self._engine = engine
+        self._server = Server(url, url)
         self._url = url
         self._shape = shape
         self._numbers = itertools.count()
@@ -190,13 +191,12 @@ class _Asking:
     async def _turns(self, prompt: list[int], length: int, count: int, load: _Load) -> AsyncIterator[list[int]]:
         """Sample `count` turns after a prompt, in the way of a worker: several are streamed as they end."""
         several = count > 1
-        params = sampling_params(self._config, [], length, count, 1 << 30 if several else None)
-        params.min_tokens = length
         name = f"probe-{next(self._numbers)}"
-        request = GenerateRequest(SERVED_MODEL_NAME, name, prompt, params, "probe", stream=several)
-        async with aclosing(self._client.generate(self._url, request)) as choices:
+        rollout = self._config.rollout
+        request = TurnRequest(name, prompt, length, rollout, [], "probe", count, stream=several, exact=True)
+        async with aclosing(self._engine.generate(self._server, request)) as choices:
             async for choice in choices:
-                tokens = choice.token_ids or []
+                tokens = choice.token_ids
                 load.tokens += len(tokens)
                 yield list(tokens)
 

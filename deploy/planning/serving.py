@@ -1,4 +1,4 @@
-"""Simulates a vLLM server: requests that share its speed, and a swap of weights between their tokens."""
+"""Simulates a server: requests that share its speed, and a swap of weights between their tokens."""
 
 from __future__ import annotations
 

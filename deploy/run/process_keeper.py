@@ -83,7 +83,7 @@ Verdict = Done | Again | Over | Elsewhere
 
 
 class RestartPolicy:
-    """Restarts a vLLM server, a worker or the queue, and a learner that has lost a rank; any other end of the learner
+    """Restarts a server, a worker or the queue, and a learner that has lost a rank; any other end of the learner
     ends the run.
 
     Args:
@@ -171,7 +171,7 @@ FULL_BELOW_BYTES = 256 * 1024
 # For rank 0 to find out that another rank has died, and for the others to end with it.
 RANKS_END_WITHIN_S = 10.0
 
-# vLLM's engine processes react late to SIGTERM once their server is gone.
+# A server's engine processes react late to SIGTERM once their server is gone.
 ORPHANS_GRACE_S = 1.0
 
 

@@ -20,7 +20,8 @@ from slipstream.protocol.config.sections import LOOPBACK
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.protocol.status import ServerStatus, Status
 from slipstream.weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge, of_another_run
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ class StepRollouts:
         components: float64 [S, C], value of each reward function, NaN where it gave none. A function whose weight
             differs between groups has a column for each of its weights.
         reward_weights: float64 [C].
-        servers: Names of the vLLM servers that sampled them.
+        servers: Names of the servers that sampled them.
         roles: int64 [S], number of the role that each played, among those of its group; None where groups have one.
     """
 

@@ -1,6 +1,6 @@
 """Writes, finds and reads checkpoints. Each is complete, or not there at all.
 
-`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` if one
+`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and servers load), `adapter/` if one
 trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
 has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set. Ranks that hold
 parts of the weights write a file each to `model/`, and to `trainer/` what their optimiser remembers.
@@ -26,8 +26,7 @@ import torch
 
 from slipstream.learner.checkpoints.model_folder import Sources, copy_sources
 from slipstream.learner.ranks.stopping import LearnerFailed
-from slipstream.learner.training import optimiser
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.base import Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.config import ConfigError
 
@@ -121,8 +120,8 @@ def save(
         _sweep(home)
         unfinished.mkdir(parents=True)
         trainer.save_model(unfinished / places.MODEL)
-        if trainer.policy.adapter is not None:
-            trainer.policy.adapter.save(unfinished / places.ADAPTER)
+        if trainer.adapter is not None:
+            trainer.adapter.save(unfinished / places.ADAPTER)
         copy_sources(sources, unfinished / places.MODEL)
         torch.save({**trainer.state(unfinished / PARTS), "random": _random_state()}, unfinished / "trainer.pt")
         for weights in unfinished.rglob("*.safetensors"):  # the library makes them readable for their owner alone
@@ -155,7 +154,7 @@ def try_files(run_dir: Path, trainer: Trainer, sources: Sources) -> None:
     try:
         shutil.rmtree(tried, ignore_errors=True)
         tried.mkdir(parents=True)
-        trainer.policy.save_without_weights(tried / places.MODEL)
+        trainer.save_without_weights(tried / places.MODEL)
         copy_sources(sources, tried / places.MODEL)
     except Exception as error:
         raise CheckpointError(f"no checkpoint of this model can be written to {tried.parent}: {error}") from error
@@ -211,7 +210,6 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
             f"{path} is damaged and cannot be read ({type(error).__name__}: {first}): move {checkpoint.path} away, and "
             f"go on from the checkpoint before it with --resume"
         ) from error
-    saved = optimiser.resumed(saved, trainer.optimiser, trainer.schedule, trainer.optim)
     trainer.restore(saved, checkpoint.path / PARTS)
     _set_random_state(saved["random"])
 

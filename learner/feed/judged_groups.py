@@ -99,7 +99,7 @@ def loss_weights(
 
 
 def _fresh(versions: npt.NDArray[np.int64], version: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Say which tokens `version` sampled from keys and values of its own: vLLM keeps older ones for a turn during
+    """Say which tokens `version` sampled from keys and values of its own: servers keep older ones for a turn during
     which an update lands.
 
     Args:

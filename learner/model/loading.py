@@ -165,8 +165,8 @@ def fix_rope_frequencies(network: torch.nn.Module, longest: int) -> None:
     """Fix the frequencies of LongRoPE (arXiv:2402.13753), once and for all rows.
 
     transformers uses the long factors for a whole row if its longest sequence is longer than the model's
-    `original_max_position_embeddings`: a short sequence would be scored according to what it is packed with. vLLM uses
-    them for all sequences if `max_model_len` is above that bound, and for none otherwise; so does the network after
+    `original_max_position_embeddings`: a short sequence would be scored according to what it is packed with. Servers
+    use them for all sequences if `max_model_len` is above that bound, and for none otherwise; so does the network after
     this.
 
     Args:

@@ -188,7 +188,7 @@ class _TokenScores(torch.autograd.Function):
 class _Chunks:
     """The head in the type that computes, and buffers of `elements` logits each that one chunk after another uses.
 
-    The product is in that type, as in vLLM; the rest is in float32.
+    The product is in that type, as at the servers; the rest is in float32.
     """
 
     def __init__(self, lm_head: LmHead, compute: torch.dtype, elements: int, spares: int) -> None:

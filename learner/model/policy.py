@@ -182,8 +182,8 @@ class Policy(torch.nn.Module):
     def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
         """Write a model folder with the weights as they are, an adapter merged, or with those in `state`.
 
-        Its config.json names the servers' type: vLLM and `from_pretrained` use that one unless they are told another.
-        It holds no generation_config.json: the source's is copied (`checkpoints.model_folder`).
+        Its config.json names the servers' type: servers and `from_pretrained` use that one unless told another. It
+        holds no generation_config.json: the source's is copied (`checkpoints.model_folder`).
         """
         with export.writers_left_out(self.model):
             if self.adapter is None:

@@ -1,7 +1,7 @@
 """Writes tensors in safetensors files as they come, so that no more than one is held at a time.
 
 Ranks write a model folder together: a file each, with its share of the weights, and an index over all of them, as
-transformers and vLLM read it.
+transformers and servers read it.
 """
 
 from __future__ import annotations

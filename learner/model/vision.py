@@ -2,7 +2,7 @@
 
 The network itself embeds the images and counts positions (M-RoPE), so any model of transformers that sees is computed
 as its authors do. A row says where its images stand (`learner.feed.images`); a placeholder token that the policy
-sampled itself is a token like others, as it is for vLLM.
+sampled itself is a token like others, as it is for servers.
 """
 
 from __future__ import annotations

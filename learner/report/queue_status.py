@@ -211,7 +211,7 @@ class PendingNotices:
         self._pending.append(Notice("batch", text))
 
     def server(self, text: str) -> None:
-        """Add a vLLM server whose samples are no longer as near to the learner's policy as they were."""
+        """Add a server whose samples are no longer as near to the learner's policy as they were."""
         self._pending.append(Notice("server", text))
 
     def added_to(self, report: LearnerReport) -> LearnerReport:

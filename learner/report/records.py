@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.learner.feed.judged_groups import StepCounts
 from slipstream.learner.report.journal import Record
-from slipstream.learner.training.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 from slipstream.protocol.messages import LearnerReport, RankReport
 from slipstream.protocol.status import Evaluation
 from slipstream.weight_sync.fleet.publications import PublishRecord

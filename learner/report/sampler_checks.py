@@ -2,7 +2,7 @@
 
 At staleness 0 sampler and learner are one policy, so the KL between them is the difference of their arithmetic.
 Anything more is in the ratio of every token of every step, where nobody would see it. Turns during which an update
-landed are left out: vLLM continues them with the keys and values of the older weights.
+landed are left out: servers continue them with the keys and values of the older weights.
 
 The proof looks at a server once a publication; `ServerWatch` looks at every token that the newest version sampled and
 that trains. A server's mean of |log r| stays about the same. If it leaves its range, the server's weights, caches or
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from slipstream.learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
-from slipstream.learner.training.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 
 # With fewer tokens, one or two strange ones decide the mean.
 MIN_TOKENS = 64

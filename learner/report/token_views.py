@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.learner.feed.step_draft import Batch, SampledTokens
-from slipstream.learner.training.trainer import Scores
+from slipstream.learner.training.base import Scores
 from slipstream.protocol.messages import Segment
 from slipstream.protocol.rollouts import RolloutView, TokenView
 

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from slipstream.learner.algorithm.loss_terms import RouterLoss
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow, RankRows, deal
 from slipstream.learner.model import export
+from slipstream.learner.model.adapter import Adapter
 from slipstream.learner.model.logprobs import TokenScores
 from slipstream.learner.model.policy import Policy, plain_row
 from slipstream.learner.model.reference import Reference
@@ -28,9 +29,10 @@ from slipstream.learner.model.share import BUCKET_BYTES, Share
 from slipstream.learner.model.tensor_files import save_policy
 from slipstream.learner.ranks import environment, wrapping
 from slipstream.learner.ranks.figures import RankFigures
-from slipstream.learner.ranks.stopping import LearnerFailed
-from slipstream.learner.ranks.team import END, PartFailed, Team
+from slipstream.learner.ranks.liveness import RankLost
+from slipstream.learner.ranks.team import END, Guard, PartFailed, Team
 from slipstream.learner.training import optimiser, replay_effect, state_files, step_sums
+from slipstream.learner.training.base import BatchForm, DivergedError, RanksOutOfMemory, Scores, StepMetrics, Trainer
 from slipstream.learner.training.flops import Meter
 from slipstream.learner.training.passes import (
     Known,
@@ -44,60 +46,15 @@ from slipstream.learner.training.passes import (
 from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.messages import RankReport
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from slipstream.learner.training.base import HandOverShares
 
-# Keys of `Trainer.state`.
+# Keys of `PolicyTrainer.state`.
 STATE = ("optim", "optimiser", "schedule", "reference")
 
 
-class DivergedError(LearnerFailed):
-    """Loss or gradient is not finite: a step would destroy the weights."""
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """The measurements of one optimiser step, a part of its line in `metrics.jsonl`.
-
-    A trainer of the user's own may leave most of them out.
-
-    Attributes:
-        entropy: Mean entropy of the sampling distribution over the tokens that train, in nats.
-        grad_norm: Norm of the gradient before clipping.
-        train_s: Seconds of the step.
-        objective: The algorithm's own metrics.
-        log_ratio_max: The greatest distance of a token's log-prob from the sampler's, in nats.
-        sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over the fresh tokens (`PackedRow`); None without
-            any.
-        sampler_tokens_staleness_0: Number of the fresh tokens.
-        beside: Further metrics by their names, of `learner.algorithm.drift` and `learner.training.flops`.
-    """
-
-    loss: float | None = None
-    entropy: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    train_s: float = 0.0
-    objective: Mapping[str, float | None] = field(default_factory=dict)
-    log_ratio_max: float | None = None
-    sampler_kl_staleness_0: float | None = None
-    sampler_tokens_staleness_0: int = 0
-    beside: Mapping[str, float] = field(default_factory=dict)
-
-
-class Scores(NamedTuple):
-    """Log-probs of a rollout's tokens that train, in the order of the step's rows: float32 [N] each.
-
-    Attributes:
-        sampled: As they were sampled.
-        learner: In the step, before its update.
-    """
-
-    sampled: npt.NDArray[np.float32]
-    learner: npt.NDArray[np.float32]
-
-
-class Trainer:
-    """Owns policy, reference, optimiser and schedule; knows nothing of the queue or of versions.
+class PolicyTrainer(Trainer):
+    """Owns policy, reference, optimiser and schedule.
 
     With several ranks each has a trainer. Every call on rank 0's is made on the others' as well (`take_part`).
 
@@ -107,7 +64,6 @@ class Trainer:
 
     Attributes:
         optim: Name of the optimiser.
-        ranks: What each of several ranks did in the newest step.
     """
 
     def __init__(
@@ -131,7 +87,7 @@ class Trainer:
         self._replay_check = section.router_replay_check_every
         self._meter = Meter(policy, self.device)
         self._figures = RankFigures(self.team, self.device)
-        self.ranks: list[RankReport] = []
+        self._ranks: list[RankReport] = []
         self._policy = wrapping.wrapped(policy, self.accelerator, self.team)
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
@@ -139,7 +95,7 @@ class Trainer:
         self._share: Share | None = None
         # Of this rank's rows in the newest step: the rollout, the sampler's and the learner's log-prob of each token.
         self._scored: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        # Called on each rank but 0 with what `hand_over_share` tells, and the rank's share.
+        # Called on each rank but 0 with what `shares` is told, and the rank's share.
         self.on_share: Callable[[Mapping[str, Any], Share], None] = lambda told, share: None
         self.previous_weights = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
         if self.reference is not None:
@@ -154,21 +110,66 @@ class Trainer:
     def device(self) -> torch.device:
         return torch.device(self.accelerator.device)
 
-    def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepMetrics:
-        """Train on `rows`, which the ranks share and which hold the tokens of `rollouts` that train.
+    @property
+    def batch_form(self) -> BatchForm:
+        return BatchForm(self.on_gpu, self.policy.layout == "trie", self.policy.routed_layers)
 
-        Raises:
-            DivergedError: Before any weight is changed.
-        """
+    @property
+    def vocabulary_size(self) -> int:
+        return self.policy.vocabulary_size
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.policy.adapter
+
+    @property
+    def ranks(self) -> list[RankReport]:
+        return self._ranks
+
+    def before_change(self, hear: Callable[[], None]) -> Callable[[], None]:
+        return self.optimiser.optimizer.register_step_pre_hook(lambda *_: hear()).remove  # type: ignore[no-any-return]
+
+    def guard(self, guard: Guard) -> None:
+        self.team.guard(guard)
+
+    def on_rank_lost(self, hear: Callable[[RankLost], None]) -> None:
+        self.team.on_lost(hear)
+
+    def on_rank_silent(self, hear: Callable[[str | None], None]) -> None:
+        self.team.on_silent(hear)
+
+    def for_callbacks(self) -> dict[str, Any]:
+        return {"model": self.policy.model, "optimizer": self.optimiser, "lr_scheduler": self.schedule}
+
+    def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepMetrics:
+        """Train on `rows`, which the ranks share. Raises what `Trainer.step` does."""
         surveyed = self._to_be_surveyed(rows)
-        with self.team.together("step", change=True):
+        try:
+            with self.team.together("step", change=True):
+                if self.team.count == 1:
+                    return self._step(RankRows(rows, rollouts, surveyed))
+                started = time.perf_counter()
+                shares = [RankRows(own, rollouts, surveyed) for own in deal(rows, self.team.count)]
+                self.team.deal([share.plain() for share in shares])
+                metrics = self._step(shares[0])
+                return replace(metrics, train_s=time.perf_counter() - started)
+        except torch.OutOfMemoryError as error:
             if self.team.count == 1:
-                return self._step(RankRows(rows, rollouts, surveyed))
-            started = time.perf_counter()
-            shares = [RankRows(own, rollouts, surveyed) for own in deal(rows, self.team.count)]
-            self.team.deal([share.plain() for share in shares])
-            metrics = self._step(shares[0])
-            return replace(metrics, train_s=time.perf_counter() - started)
+                raise
+            raise RanksOutOfMemory(str(error)) from None
+        except RuntimeError:  # rank 0 gets this in a collective with a rank that is gone
+            if (memory_error := self.team.out_of_memory()) is None:
+                raise
+            raise RanksOutOfMemory(memory_error) from None
+
+    def discard(self) -> None:
+        self.optimiser.zero_grad()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     def _step(self, share: RankRows) -> StepMetrics:
         """Do this rank's part of a step: `learner.num_iterations` updates on the same rows."""
@@ -188,7 +189,7 @@ class Trainer:
                 break  # the weights have moved, so the step counts, with fewer updates
             made.append(metrics)
             before = before or known
-        self.ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
+        self._ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
@@ -298,8 +299,7 @@ class Trainer:
         return metrics, [replace(of, before=scored) for of, scored in before_it]
 
     def scores_of(self, rollouts: Collection[int]) -> dict[int, Scores]:
-        """Return the log-probs in the newest step of some of its rollouts, by their numbers. With several ranks, only
-        those that this rank trained."""
+        """Return log-probs as `Trainer.scores_of` does. With several ranks, only those that this rank trained."""
         found: dict[int, list[Scores]] = {}
         for of, sampled, learner in self._scored:
             for number in rollouts:
@@ -335,11 +335,6 @@ class Trainer:
         return Preparation(self.algorithm, rollouts, rows, known, self.device, self.team)
 
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Score a sequence at temperature 1.
-
-        Returns:
-            log p(token_ids[i + 1] | token_ids[: i + 1]), float32 [T - 1].
-        """
         with self._by_all("score"), torch.no_grad():
             ids = self.team.spread(token_ids) if self.team.sharded else token_ids
             scores: TokenScores = self._policy(plain_row(ids).to(self.device), 1.0)
@@ -364,7 +359,11 @@ class Trainer:
             self._share = Share(policy.model, self.team, policy.precision.servers, bucket_bytes, view)
         return self._share
 
-    def hand_over_share(self, told: Mapping[str, Any], hand_over: Callable[[Share], T]) -> T:
+    @property
+    def shares(self) -> HandOverShares | None:
+        return self._hand_over_share if self.team.count > 1 else None
+
+    def _hand_over_share(self, told: Mapping[str, Any], hand_over: Callable[[Share], float]) -> float:
         """Call `hand_over` with this rank's share, while each other rank calls `on_share` with `told` and its own."""
         with self.team.together("share"):
             self.team.spread(dict(told))
@@ -380,6 +379,9 @@ class Trainer:
         with self._by_all("save_model"):
             wrapping.resharded(self._policy)
             save_policy(folder, self.policy, self.team)
+
+    def save_without_weights(self, folder: Path) -> None:
+        self.policy.save_without_weights(folder)
 
     def take_part(self) -> None:
         """Take part in rank 0's work, on any other rank, until none is left. Raises `RankLost`."""
@@ -430,18 +432,19 @@ class Trainer:
             return state_files.written(state, parts, self.team) if self.team.sharded else state
 
     def saved_bytes(self) -> int:
-        """Return about how many bytes a checkpoint of the model and of `state` has."""
         remembered = [value for of in self.optimiser.state.values() for value in of.values()]
         kept = (self.reference.state() if self.reference is not None else None) or {}
         found = [*self._policy.parameters(), *remembered, *kept.values()]
         return sum(of.numel() * of.element_size() for of in found if isinstance(of, torch.Tensor))
 
     def restore(self, state: dict[str, Any], parts: Path | None = None) -> None:
-        """Load what `state` returned, prepared by `optimiser.resumed`.
+        """Load what `state` returned. Any other rank than 0 gives {}.
 
         Args:
             parts: Folder with the parts that ranks wrote.
         """
+        if state:
+            state = optimiser.resumed(state, self.optimiser, self.schedule, self.optim)
         with self.team.together("restore"):
             picked = {name: state[name] for name in STATE if name in state}
             parts = parts if "parts" in state else None

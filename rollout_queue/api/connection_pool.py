@@ -44,7 +44,7 @@ MIN_DESCRIPTORS = 256
 class Kind(StrEnum):
     """The kind of client that a connection serves.
 
-    NEW: its first request's head is not complete. WORKER: it asked for a route of workers. CONTROL: learner, vLLM
+    NEW: its first request's head is not complete. WORKER: it asked for a route of workers. CONTROL: learner, server
     servers, people and monitors. HEALTH: the liveness probe. CLOSING: it was answered, and is not closed yet.
     """
 

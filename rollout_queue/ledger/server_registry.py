@@ -1,4 +1,4 @@
-"""The registry of vLLM servers, and whose tokens may be trained: a server serves only with proven weights (I5).
+"""The registry of servers, and whose tokens may be trained: a server serves only with proven weights (I5).
 
 - A server that starts or restarts is `joining`, whatever it was before.
 - Once a version fails its proof, what the server samples under that version or a newer one is distrusted until the

@@ -1,4 +1,4 @@
-"""Decisions on vLLM servers and what follows for tickets (I5). Pure: registry and ledger in, decision out.
+"""Decisions on servers and what follows for tickets (I5). Pure: registry and ledger in, decision out.
 
 - Groups with tokens of weights that failed their proof are rejected when they are submitted, dropped while they wait,
   and taken back from the learner while it has not trained them. So are groups whose proof can no longer come, since

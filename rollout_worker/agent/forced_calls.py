@@ -1,7 +1,7 @@
 """Holds an answer to one call of a tool, where the chat format writes a call's arguments as JSON between two texts.
 
-vLLM masks the vocabulary; the segment carries the masks, so that the learner scores the distribution that was sampled
-(`rollout.top_k`).
+The server masks the vocabulary; the segment carries the masks, so that the learner scores the distribution that was
+sampled (`rollout.top_k`).
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ from slipstream.rollout_worker.episodes.episode import Episode
 from slipstream.rollout_worker.episodes.limits import Deadline
 from slipstream.rollout_worker.episodes.runner import EpisodeRunner, note_turn
 from slipstream.rollout_worker.episodes.tool_results import for_policy
+from slipstream.rollout_worker.inference.engine import OwnParams, Sampled
 from slipstream.rollout_worker.inference.experts import known_until
 from slipstream.rollout_worker.inference.failures import EpisodeFailed
 from slipstream.rollout_worker.inference.router import Affinity
-from slipstream.rollout_worker.inference.wire import OwnParams, Sampled
 from slipstream.rollout_worker.task.reward_base import TEXT_CHARACTERS
 from slipstream.rollout_worker.tools.base import ToolResult
 from slipstream.rollout_worker.user_code.values import encodable

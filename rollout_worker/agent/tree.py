@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from slipstream.rollout_worker.agent.api.messages import ChatMessage, chained, chained_answer, repeats
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.episodes.episode import SegmentDraft
-from slipstream.rollout_worker.inference.wire import Sampled
+from slipstream.rollout_worker.inference.engine import Sampled
 
 
 @dataclass(frozen=True, slots=True)

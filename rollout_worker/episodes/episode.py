@@ -19,10 +19,10 @@ from slipstream.protocol.rollouts import NEW_SEGMENTS
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.chat.parsers.base import Message
 from slipstream.rollout_worker.episodes.capacity import Reservation
+from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan
 from slipstream.rollout_worker.inference.experts import RecordedExperts, joined
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import PendingChoice
-from slipstream.rollout_worker.inference.wire import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan
 from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.rollout_worker.vision.messages import Placed
 

@@ -27,11 +27,11 @@ from slipstream.rollout_worker.episodes.capacity import Capacity, LoopYield
 from slipstream.rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
 from slipstream.rollout_worker.episodes.limits import Deadline, EpisodeLimits, size_fault
 from slipstream.rollout_worker.episodes.tool_results import describe_defused, for_policy
+from slipstream.rollout_worker.inference.engine import Sampled
 from slipstream.rollout_worker.inference.experts import known_until
 from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import Sampler
-from slipstream.rollout_worker.inference.wire import Sampled
 from slipstream.rollout_worker.tools.base import ToolResult, count_call
 from slipstream.rollout_worker.vision.messages import Placed, images_of, placed
 from slipstream.rollout_worker.vision.processor import Seen

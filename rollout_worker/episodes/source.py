@@ -24,9 +24,9 @@ from slipstream.rollout_worker.episodes.capacity import Reservation
 from slipstream.rollout_worker.episodes.episode import Episode
 from slipstream.rollout_worker.episodes.limits import size_fault
 from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.inference.engine import AS_THE_RUN, OwnParams
 from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from slipstream.rollout_worker.inference.router import Affinity, Siblings
-from slipstream.rollout_worker.inference.wire import AS_THE_RUN, OwnParams
 from slipstream.rollout_worker.task.environment_pool import Notify, log_notice
 from slipstream.rollout_worker.task.task import Task
 from slipstream.rollout_worker.user_code import UserCode

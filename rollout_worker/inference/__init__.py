@@ -1,1 +1,1 @@
-"""Sampling turns from the vLLM servers: wire format, HTTP, choice of server and retries."""
+"""Sampling turns from the servers: the port, wire format, HTTP, choice of server and retries."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -12,9 +13,19 @@ import msgspec
 
 from slipstream.protocol import reasons, tracing
 from slipstream.protocol.codec import error_message
-from slipstream.protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
+from slipstream.protocol.messages import Server
+from slipstream.protocol.versions import HEADER, SERVED_MODEL_NAME, label_in, version_of
+from slipstream.rollout_worker.inference.engine import Continuation, Engine, Known, Sampled, TurnRequest
 from slipstream.rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
-from slipstream.rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice, join
+from slipstream.rollout_worker.inference.wire import (
+    Asked,
+    GenerateRequest,
+    Reply,
+    SampledChoice,
+    join,
+    request_of,
+    sampled_of,
+)
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -33,8 +44,8 @@ _ID_AT_VLLM = "generate-tokens-"
 _decoder = msgspec.json.Decoder(Reply)
 
 
-class InferenceClient:
-    """Asks servers for tokens. Use it as a context manager, on one event loop.
+class InferenceClient(Engine):
+    """Asks vLLM servers for tokens. Use it as a context manager, on one event loop.
 
     Args:
         timeout_s: Seconds for a whole request.
@@ -61,31 +72,21 @@ class InferenceClient:
         if self._session is not None:
             await self._session.close()
 
-    def model_at(self, url: str) -> str:
-        """Return the model name to ask this server for: the newest adapter that it named, or the model itself."""
-        return self._adapters.get(url, SERVED_MODEL_NAME)
-
     def forget(self, url: str) -> None:
         """Forget the adapter that this server named: it is not of this run."""
         self._adapters.pop(url, None)
 
-    async def generate(
-        self, url: str, request: GenerateRequest, server: str | None = None
-    ) -> AsyncGenerator[SampledChoice, None]:
-        """Yield the choices: each as soon as it is finished if `request.stream` is set, else all at the end.
+    async def generate(self, server: Server, request: TurnRequest) -> AsyncGenerator[Continuation, None]:
+        model = self._adapters.get(server.url, SERVED_MODEL_NAME)
+        wire = request_of(request, model, server.version if model == SERVED_MODEL_NAME else model)
+        async with aclosing(self._choices(server, wire)) as choices:
+            async for choice in choices:
+                yield _Answered(self, server, request, wire, choice)
 
-        Afterwards `request.model` names the adapter that sampled them, if the server serves adapters.
-
-        Args:
-            server: The server's name, for errors.
-
-        Raises:
-            RequestRejected: The server refuses the request.
-            ServerFailed: The server fails or does not answer.
-            BadSample: The answer cannot be decoded.
-            UnknownWeights: The server has lost its adapters.
-        """
-        async with self._sampling(url, request, server or url) as response:
+    async def _choices(self, server: Server, request: GenerateRequest) -> AsyncGenerator[SampledChoice, None]:
+        """Yield finished choices. Afterwards `request.model` names the adapter that sampled them, if the server serves
+        adapters."""
+        async with self._sampling(server.url, request, server.name) as response:
             if not request.stream:
                 for choice in _decode(await response.read()).choices:
                     yield choice
@@ -126,10 +127,6 @@ class InferenceClient:
         raise ServerFailed(f"{url}: it named {_NAMES_TRIED} adapters, and served none of them")
 
     async def abort(self, url: str, request_ids: Sequence[str]) -> None:
-        """Abort requests: each answers with its tokens so far. Unknown ids are no error.
-
-        Raises `ServerFailed` or `RequestRejected`.
-        """
         body = msgspec.json.encode({"request_ids": [_ID_AT_VLLM + name for name in request_ids]})
         async with self._post(url + ABORT, body, aiohttp.ClientTimeout(total=_ABORT_S)) as response:
             if response.status != 200:
@@ -156,6 +153,45 @@ class InferenceClient:
             raise ServerFailed(f"{url}: no answer within {timeout.total:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailed(f"{url}: {_in_words(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A finished choice, with what was asked of which server: a `Continuation`."""
+
+    client: InferenceClient
+    server: Server
+    turn: TurnRequest
+    request: GenerateRequest
+    choice: SampledChoice
+
+    @property
+    def index(self) -> int:
+        return self.choice.index
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choice.token_ids or []
+
+    def checked(self, known: Known) -> Sampled:
+        turn, request = self.turn, self.request
+        asked = Asked(
+            turn.max_tokens,
+            turn.stop_token_ids,
+            known.newest_version,
+            label_in(request.model),
+            known.run_id,
+            None if turn.experts_from is None else (turn.experts_from, len(turn.token_ids)),
+            mask=request.sampling_params.logprobs > 0,
+        )
+        try:
+            return sampled_of(self.choice, self.server.name, asked)
+        except BadSample as error:
+            error.server = self.server
+            raise
+        except UnknownWeights:
+            self.client.forget(self.server.url)
+            raise
 
 
 def _in_words(error: aiohttp.ClientError | OSError) -> str:

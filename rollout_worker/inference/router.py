@@ -1,7 +1,7 @@
 """Decides which server a request goes to. Pure: no I/O and no clock.
 
 A server's load is the tokens in flight on it: for each running request its prompt, once, and the tokens that its
-continuations are expected to have. These tokens fill the server's KV cache, which bounds how many sequences vLLM runs
+continuations are expected to have. These tokens fill the server's KV cache, which bounds how many sequences it runs
 at once. Counting requests instead would treat a first turn of 200 tokens like a twentieth turn of 8,000. An episode
 whose tools run puts no load on a server but stays tied to it, because the server holds its prefix.
 

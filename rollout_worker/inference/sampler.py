@@ -2,7 +2,7 @@
 
 All episodes of a group share their first prompt, so their first turn is one request with n continuations. It is
 streamed by default: an episode goes on to its tools while its siblings are still sampling. Later turns are not
-streamed, because vLLM labels tokens with their version in the last chunk only, and tokens of a broken stream have no
+streamed, because servers label tokens with their version in the last chunk only, and tokens of a broken stream have no
 version.
 """
 
@@ -19,9 +19,7 @@ from typing import Any
 from slipstream.protocol import reasons
 from slipstream.protocol.client import retry_pause_s
 from slipstream.protocol.config import RunConfig
-from slipstream.protocol.messages import Server
-from slipstream.protocol.versions import SERVED_MODEL_NAME, label_in
-from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Engine, Known, OwnParams, Sampled, TurnRequest
 from slipstream.rollout_worker.inference.experts import known_until
 from slipstream.rollout_worker.inference.failures import (
     BadSample,
@@ -34,21 +32,8 @@ from slipstream.rollout_worker.inference.failures import (
 )
 from slipstream.rollout_worker.inference.pool import ServerPool
 from slipstream.rollout_worker.inference.router import Affinity
-from slipstream.rollout_worker.inference.wire import (
-    AS_THE_RUN,
-    Asked,
-    Features,
-    GenerateRequest,
-    OwnParams,
-    Sampled,
-    SampledChoice,
-    sampled_of,
-    sampling_params,
-)
 from slipstream.rollout_worker.vision.messages import Placed
 
-# Larger than any turn: a choice then comes in two parts, its first token and the rest.
-_ONE_CHUNK = 1 << 30
 # The length of a turn is estimated from the last turns, at first from a guess.
 _TURNS_REMEMBERED, _FIRST_GUESS = 32, 256.0
 
@@ -73,7 +58,7 @@ class Sampler:
 
     def __init__(
         self,
-        client: InferenceClient,
+        engine: Engine,
         pool: ServerPool,
         config: RunConfig,
         stop_token_ids: list[int],
@@ -83,7 +68,7 @@ class Sampler:
     ) -> None:
         self.pool = pool
         self.retries = 0
-        self._client = client
+        self._engine = engine
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._stream_first_turn = stream_first_turn
@@ -222,11 +207,11 @@ class Sampler:
     ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, 1, False, own, known, images)
-            running.id = request.request_id
-            async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
+            request = self._request(token_ids, max_tokens, 1, False, own, known, images)
+            running.id = request.id
+            async with aclosing(self._engine.generate(server, request)) as choices:
                 async for choice in choices:
-                    return self._checked(choice, server, request)
+                    return choice.checked(self._known)
             raise ServerFailed(f"{server.url}: the answer holds no choice")
 
     async def _fill(
@@ -262,14 +247,14 @@ class Sampler:
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
             stream = self._stream_first_turn
-            request = self._request(server, prompt, max_tokens, len(pending), stream, own, images=images)
-            running.id = request.request_id
-            async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
+            request = self._request(prompt, max_tokens, len(pending), stream, own, images=images)
+            running.id = request.id
+            async with aclosing(self._engine.generate(server, request)) as choices:
                 async for choice in choices:
                     if choice.index >= len(pending) or pending[choice.index].done():
                         continue
                     try:
-                        pending[choice.index].set_result(self._checked(choice, server, request))
+                        pending[choice.index].set_result(choice.checked(self._known))
                     except (BadSample, UnknownWeights) as error:
                         spoiled = spoiled or error
                         _fail(pending[choice.index], error)
@@ -279,27 +264,10 @@ class Sampler:
             if any(not waiting.done() for waiting in pending):
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
 
-    def _checked(self, choice: SampledChoice, server: Server, request: GenerateRequest) -> Sampled:
-        params, adapter, pool = request.sampling_params, label_in(request.model), self.pool
-        recorded = (params.routed_experts_prompt_start, len(request.token_ids))
-        experts = recorded if self._config.learner.router_replay else None
-        try:
-            asked = Asked(
-                params.max_tokens,
-                self._stop_token_ids,
-                pool.newest_version,
-                adapter,
-                pool.run_id,
-                experts,
-                mask=params.logprobs > 0,
-            )
-            return sampled_of(choice, server.name, asked)
-        except BadSample as error:
-            error.server = server
-            raise
-        except UnknownWeights:
-            self._client.forget(server.url)
-            raise
+    @property
+    def _known(self) -> Known:
+        """What the registry says now, which may have changed since the request."""
+        return Known(self.pool.run_id, self.pool.newest_version)
 
     def _given_up(self, first: Doubtful | None, last: Doubtful) -> EpisodeFailed:
         """Return the failure of an episode whose turn no server gave. A refusal counts as the request's own fault where
@@ -319,7 +287,6 @@ class Sampler:
 
     def _request(
         self,
-        server: Server,
         token_ids: list[int],
         max_tokens: int,
         n: int,
@@ -327,20 +294,19 @@ class Sampler:
         own: OwnParams,
         known: int = 0,
         images: Sequence[Placed] = (),
-    ) -> GenerateRequest:
-        model = self._client.model_at(server.url)
-        weights = server.version if model == SERVED_MODEL_NAME else model
-        interval = _ONE_CHUNK if stream else None
-        params = sampling_params(self._config, self._stop_token_ids, max_tokens, n, interval, own)
-        params.routed_experts_prompt_start = known
-        return GenerateRequest(
-            model=model,
-            request_id=next(self._names),
+    ) -> TurnRequest:
+        return TurnRequest(
+            id=next(self._names),
             token_ids=token_ids,
-            sampling_params=params,
-            cache_salt=f"{self.pool.run_id or self._config.run.name}:{weights}",
+            max_tokens=max_tokens,
+            rollout=self._config.rollout,
+            stop_token_ids=self._stop_token_ids,
+            cache=self.pool.run_id or self._config.run.name,
+            n=n,
             stream=stream,
-            features=Features.of(images),
+            own=own,
+            experts_from=known if self._config.learner.router_replay else None,
+            images=images,
         )
 
     async def _give_time(self, failures: int) -> None:

@@ -3,26 +3,28 @@ in."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import math
-from array import array
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from slipstream.protocol import reasons
-from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config.sections import RolloutSection
 from slipstream.protocol.config.sections.sampling import (
     NEUTRAL,
     GenerationKwargs,
-    StructuredOutputs,
     keeps_mask,
     mask_logprobs,
     typed,
 )
 from slipstream.protocol.versions import Label, parse
-from slipstream.rollout_worker.inference.experts import RecordedExperts, recorded_experts
+from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan, TurnRequest
+from slipstream.rollout_worker.inference.experts import RecordedExperts
 from slipstream.rollout_worker.inference.failures import BadSample, UnknownWeights
 from slipstream.rollout_worker.vision.messages import Placed
 
@@ -34,6 +36,8 @@ _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "
 _ROUNDING = 1e-4
 # What vLLM tells of a sampling mask holds so much of the probability at least; less if the server samples otherwise.
 _MASK_SUM = 0.95
+# Larger than any turn: a choice then comes in two parts, its first token and the rest.
+_ONE_CHUNK = 1 << 30
 # Segments hold ids as int32.
 _MAX_ID = 2**31 - 1
 # Samples show a publication before the registry does, which is updated every 10 s or sooner. No run publishes three
@@ -68,26 +72,8 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
     routed_experts_prompt_start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class OwnParams:
-    """Sampling parameters of one episode or turn.
-
-    Attributes:
-        temperature: In place of the run's; None for the run's.
-        stop: Texts that end the turn besides the run's. They stay in the turn.
-        form: What the turn is held to, in place of the run's.
-    """
-
-    temperature: float | None = None
-    stop: Sequence[str] = ()
-    form: StructuredOutputs | None = None
-
-
-AS_THE_RUN = OwnParams()
-
-
 def sampling_params(
-    config: RunConfig,
+    rollout: RolloutSection,
     stop_token_ids: list[int],
     max_tokens: int,
     n: int,
@@ -98,7 +84,6 @@ def sampling_params(
 
     vLLM searches the text for stop strings. So it has to make the text, with special tokens, as a tag may be one.
     """
-    rollout = config.rollout
     shape: dict[str, Any] = {
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
@@ -165,6 +150,29 @@ class GenerateRequest(msgspec.Struct):
     stream: bool = False
     output_mode: str = "tokens"
     features: Features | msgspec.UnsetType = msgspec.UNSET
+
+
+def request_of(turn: TurnRequest, model: str, weights: str | int | None) -> GenerateRequest:
+    """Make the request for a turn.
+
+    Args:
+        model: Name of the model, or of the adapter, to ask for.
+        weights: Names the weights, whose cached keys and values nothing else may use.
+    """
+    interval = _ONE_CHUNK if turn.stream else None
+    params = sampling_params(turn.rollout, turn.stop_token_ids, turn.max_tokens, turn.n, interval, turn.own)
+    params.routed_experts_prompt_start = turn.experts_from or 0
+    if turn.exact:
+        params.min_tokens = turn.max_tokens
+    return GenerateRequest(
+        model=model,
+        request_id=turn.id,
+        token_ids=turn.token_ids,
+        sampling_params=params,
+        cache_salt=f"{turn.cache}:{weights}",
+        stream=turn.stream,
+        features=Features.of(turn.images),
+    )
 
 
 class TopLogprob(msgspec.Struct):
@@ -241,70 +249,31 @@ class Asked(NamedTuple):
     mask: bool = False
 
 
-class SampledSpan(NamedTuple):
-    """Tokens `[start, end)` were sampled by policy `version` on the server of this name."""
+def recorded_experts(text: str | None, start: int, prompt: int, sampled: int) -> list[RecordedExperts]:
+    """Read the experts that vLLM recorded (`--enable-return-routed-experts`): an array of numpy in base64.
 
-    version: int
-    start: int
-    end: int
-    server: str
+    Args:
+        text: The answer; None from a server that records none.
+        start: First token of which experts were asked for.
+        prompt: Tokens of the request's prompt.
+        sampled: Tokens that were sampled after it.
 
-    def moved(self, by: int) -> SampledSpan:
-        return SampledSpan(self.version, self.start + by, self.end + by, self.server)
+    Returns:
+        One entry. None if the server told nothing, or not of every token, so that it cannot be known of which.
 
-
-@dataclass(slots=True)
-class Masks:
-    """What tokens were sampled from: of each token how many `ids`, and these, one token's after another's. As arrays
-    they take 4 bytes an id, where a list would take 36."""
-
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    counts: array[int] = field(default_factory=lambda: array("H"))
-
-    def add(self, ids: Sequence[int]) -> None:
-        """Append a token's."""
-        self.ids.extend(ids)
-        self.counts.append(len(ids))
-
-    def extend(self, other: Masks) -> None:
-        self.ids.extend(other.ids)
-        self.counts.extend(other.counts)
-
-
-@dataclass(slots=True)
-class Sampled:
-    """Sampled tokens.
-
-    Attributes:
-        token_ids: int `[n]`.
-        logprobs: float `[n]`, one per token.
-        spans: Cover `[0, n)`.
-        finish_reason: stop, length, or abort where the server aborted the request and the turn goes on.
-        experts: What servers recorded of the segment's tokens so far, in order.
-        masks: What each token was sampled from; empty if that was not asked for.
+    Raises:
+        BadSample: BAD_EXPERTS, it is no such array.
     """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[SampledSpan] = field(default_factory=list)
-    finish_reason: str = "abort"
-    experts: list[RecordedExperts] = field(default_factory=list)
-    masks: Masks = field(default_factory=Masks)
-
-    def extend(self, other: Sampled) -> None:
-        """Append tokens that were sampled after these."""
-        start = len(self.token_ids)
-        for span in other.spans:
-            last = self.spans[-1] if self.spans else None
-            if last is not None and (last.version, last.server) == (span.version, span.server):
-                self.spans[-1] = last._replace(end=span.end + start)
-            else:
-                self.spans.append(span.moved(start))
-        self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
-        self.finish_reason = other.finish_reason
-        self.experts += other.experts
-        self.masks.extend(other.masks)
+    if text is None:
+        return []
+    try:
+        ids = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, MemoryError, binascii.Error) as error:
+        raise BadSample(reasons.BAD_EXPERTS, f"routed_experts is no array: {error}") from error
+    if not isinstance(ids, np.ndarray) or ids.ndim != 3 or ids.dtype not in (np.uint8, np.uint16) or not ids[:1].size:
+        shown = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise BadSample(reasons.BAD_EXPERTS, f"routed_experts is {shown}, not [tokens, layers, choices] of small ids")
+    return [RecordedExperts(start, ids)] if len(ids) == prompt + sampled - 1 - start else []
 
 
 def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:

@@ -1,7 +1,7 @@
 """Turns an image into what the model takes of it, with the model's own image processor, once.
 
 The processor is transformers' on Pillow and numpy, so that a worker needs no torch. A family of models is an entry of
-`FAMILIES`: how many tokens stand for an image, and how vLLM's generate route wants its arrays.
+`FAMILIES`: how many tokens stand for an image, and how servers want its arrays.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.images import Image, digest, pack
+from slipstream.rollout_worker.vision.image_items import encode_item
 from slipstream.rollout_worker.vision.sources import ImageError, open_image
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-
-# Number of vLLM's msgpack extension for the bytes of a tensor (vllm 0.32, `v1/serial_utils.py`).
-_RAW_VIEW = 3
 
 # Pixels of the longer side, and JPEG's quality: about 2 kB.
 _PREVIEW_SIDE, _PREVIEW_QUALITY = 112, 60
@@ -38,7 +35,7 @@ class Seen:
     Attributes:
         token_id: The placeholder token; `wire.tokens` of them stand for the image.
         wire: As the group carries it.
-        item: As vLLM takes it: base64 of its `MultiModalKwargsItem`.
+        item: As servers take it, see `vision.image_items`.
         size: Width and height of the source, in pixels.
         preview: A small JPEG of it, as a `data:` address, for people who read the rollout.
     """
@@ -69,8 +66,7 @@ class Family:
 
     Attributes:
         tokens: Maps an image's arrays, and the processor, to the number of its tokens.
-        fields: For each array, vLLM's kind of field: `flat`, rows that stand behind those of other images, or
-            `batched`, one for each image.
+        fields: The kind of field of each array, see `vision.image_items.encode_item`.
     """
 
     tokens: Callable[[Arrays, Any], int]
@@ -135,7 +131,7 @@ class ImageProcessor:
                 f"it becomes {tokens} tokens, vllm.max_model_len = {self._max_tokens}: scale it down, or raise that"
             )
         wire = Image(digest(arrays), tokens, {name: pack(array) for name, array in arrays.items()})
-        return Seen(self.token_id, wire, _item(arrays, self._family.fields), image.size, _preview(image))
+        return Seen(self.token_id, wire, encode_item(arrays, self._family.fields), image.size, _preview(image))
 
 
 def processor_of(config: RunConfig) -> ImageProcessor | None:
@@ -150,21 +146,6 @@ def processor_of(config: RunConfig) -> ImageProcessor | None:
 
 
 _made: dict[str, ImageProcessor] = {}
-
-
-def _item(arrays: Arrays, fields: Mapping[str, str]) -> str:
-    """Encode arrays as vLLM's `mm_serde.decode_mm_kwargs_item` reads them."""
-    item = {}
-    for name, array in arrays.items():
-        field: dict[str, Any]
-        if fields[name] == "flat":
-            field = {"keep_on_cpu": False, "slices": [[0, len(array), None]], "dim": 0}
-        else:
-            field = {"keep_on_cpu": array.dtype.kind == "i"}
-            array = array[0]
-        tensor = [array.dtype.name, list(array.shape), msgspec.msgpack.Ext(_RAW_VIEW, array.tobytes())]
-        item[name] = {"data": tensor, "field": [fields[name], field]}
-    return base64.b64encode(msgspec.msgpack.encode(item)).decode()
 
 
 def _preview(image: Any) -> str:

@@ -16,9 +16,10 @@ from slipstream.deploy.servers import vllm_server
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
+from slipstream.protocol.messages import Server
 from slipstream.protocol.versions import version_of
 from slipstream.rollout_worker.inference.client import InferenceClient
-from slipstream.rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
+from slipstream.rollout_worker.inference.engine import Known, Sampled, SampledSpan, TurnRequest
 from slipstream.weight_sync.fleet.adapter_publication import have_loaded
 from slipstream.weight_sync.fleet.server_publication import ServerSync
 from slipstream.weight_sync.server.control import ServerControl
@@ -83,18 +84,19 @@ def sync_of(control: ServerControl) -> ServerSync:
     return ServerSync(control, lambda: build_transport(section), TOLERANCE)
 
 
-def request(model: str, tokens: int, choices: int = 1) -> GenerateRequest:
-    config = load(EXAMPLE / "run.toml", ["--rollout.temperature", "1.0"])
-    params = sampling_params(config, [], tokens, choices, None)
-    return GenerateRequest(model, f"r{torch.randint(1 << 30, ()).item()}", PROMPT, params, "salt")
+def request(tokens: int, choices: int = 1, exact: bool = False) -> TurnRequest:
+    rollout = load(EXAMPLE / "run.toml", ["--rollout.temperature", "1.0"]).rollout
+    name = f"r{torch.randint(1 << 30, ()).item()}"
+    return TurnRequest(name, PROMPT, tokens, rollout, [], "salt", choices, exact=exact)
+
+
+async def turns_of(client: InferenceClient, url: str, wanted: TurnRequest) -> list[Sampled]:
+    answers = [answer async for answer in client.generate(Server("a", url), wanted)]
+    return [answer.checked(Known("", 100)) for answer in answers]
 
 
 async def spans_of(client: InferenceClient, url: str, tokens: int, choices: int = 1) -> list[list[SampledSpan]]:
-    wanted = request(client.model_at(url), tokens, choices)
-    wanted.sampling_params.min_tokens = tokens
-    answers = [choice async for choice in client.generate(url, wanted, "a")]
-    asked = Asked(tokens, (), 100, version_of(wanted.model))
-    return [sampled_of(choice, "a", asked).spans for choice in answers]
+    return [turn.spans for turn in await turns_of(client, url, request(tokens, choices, exact=True))]
 
 
 async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paused(
@@ -111,8 +113,8 @@ async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paus
         name, ids = snapshot.adapter.name, snapshot.probe.token_ids
         assert snapshot.probe.logprobs == pytest.approx((await control.score_by_request(ids, name))[0], abs=1e-4)
         state = await control.adapters()
-        assert state["served"] == name
-        assert len(state["loaded"]) == min(version, 3)
+        assert state.served == name
+        assert len(state.loaded) == min(version, 3)
         assert (await control.state()).label == str(version)
     # The base under it never changed.
     assert await control.weight_label() == "default"
@@ -140,9 +142,7 @@ async def test_tokens_that_an_adapter_sampled_have_its_log_probs(control: Server
     server = sync_of(control)
     await server.publish(moved(policy, 21))
     async with InferenceClient(60) as client:
-        wanted = request("policy", 24)
-        [choice] = [choice async for choice in client.generate(control.url, wanted, "a")]
-    turn = sampled_of(choice, "a", Asked(24, (), 100, version_of(wanted.model)))
+        [turn] = await turns_of(client, control.url, request(24))
     ours = policy.score(PROMPT + turn.token_ids)[len(PROMPT) - 1 :]
     assert turn.logprobs == pytest.approx(ours, abs=1e-4)
 
@@ -224,5 +224,5 @@ async def test_i5_merged_weights_can_follow_and_adapters_do_not_outlive_their_ba
     ids = probe_token_ids(512, 52)
     merged = Snapshot(52, policy.named_weights(), Probe(ids, policy.score(ids)), torch.float32)
     assert (await server.publish(merged)).probe_max_abs_diff < 1e-4
-    assert (await control.adapters())["loaded"] == []
+    assert (await control.adapters()).loaded == []
     assert (await control.state()).label == "52"

@@ -169,7 +169,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM
 from slipstream.weight_sync.weights.snapshot import Probe, probe_token_ids
 from slipstream.weight_sync.server.proof import ProofFailed, ServerProof
-from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.engine import ControlError
+from slipstream.protocol.engine import LayerFindings
 from slipstream.weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils
 from slipstream.weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
@@ -200,10 +201,10 @@ class Server:
         reply = ProofMixin.slipstream_score(worker, sequences)
         return [np.array([row], dtype=np.float32) for row in reply["logprobs"]]
 
-    async def layers(self, body):
+    async def layers(self, label):
         if not self.reads or self.proven is None:
             raise ControlError("cannot", 501)
-        return found(self.proven)
+        return LayerFindings(**found(self.proven))
 
 
 def snapshot(version):
@@ -326,11 +327,11 @@ async def main():
         ("layer slightly off", "model.layers.1.mlp.gate_up_proj." + held_as, lambda: linear(up, slightly))]
     for name, where, fault in faults:
         undo = fault()
-        found = (await server.layers({}))["wrong"]
+        found = (await server.layers("")).wrong
         if found != [where]:
             print("NOT FOUND:", name, found)
         undo()
-    assert (await server.layers({}))["wrong"] == []
+    assert (await server.layers("")).wrong == []
     await unread()
     print("ALL DONE, packed" if packs else "ALL DONE")
 

@@ -9,7 +9,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.weights.snapshot import probe_token_ids
 
 pytestmark = pytest.mark.e2e

@@ -20,6 +20,7 @@ from slipstream.weight_sync.server.control import ServerControl
 from slipstream.weight_sync.server.proof import ProofFailed
 from slipstream.weight_sync.transports.base import TransferError, build_transport
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
+from tests.kit.engine_contract import CHECKS, RUN, VERSION
 
 pytestmark = pytest.mark.e2e
 
@@ -260,3 +261,12 @@ async def test_p7_weights_that_are_not_the_models_leave_the_old_ones_untouched(
     assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
     assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
     await server.disconnect()
+
+
+async def test_vllm_keeps_the_contract_of_a_server_that_the_fake_keeps(control: ServerControl, model: Any) -> None:
+    server = sync_of(control)
+    sent = Snapshot(VERSION, model.named_parameters(), Probe(PROBE_IDS, score(model)), run_id=RUN)
+    await server.publish(sent)
+    await server.disconnect()
+    for check in CHECKS.values():
+        await check(control.url)

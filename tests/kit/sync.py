@@ -19,6 +19,7 @@ import torch
 from slipstream.weight_sync.fleet.server_publication import ServerSync
 from slipstream.weight_sync.server.cancellation import gather
 from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import Engine
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import Sent, TransferError
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
@@ -67,12 +68,12 @@ class FakeTransport:
         self.closed = False
         self._send = send
 
-    async def connect(self, server: ServerControl, workers: int) -> None:
+    async def connect(self, server: Engine, workers: int) -> None:
         self.workers = workers
         await server.end_transfer()
         await server.init_transfer({"master_port": 1})
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         if self.closed:
             raise TransferError("the transport is closed")
         if self.stages:

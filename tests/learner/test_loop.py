@@ -35,7 +35,7 @@ from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.report.queue_status import PendingNotices, Watch
 from slipstream.learner.run import build_trainer, run
 from slipstream.learner.start import session, starting_point
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints, reasons
 from slipstream.protocol.client import QueueClient, QueueRefused, Unreachable
 from slipstream.protocol.collapse import CAUSE
@@ -461,7 +461,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
 
 def signal_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
     """Send it to this process as the forward pass of `step` begins."""
-    count, forward = 0, Trainer.step
+    count, forward = 0, PolicyTrainer.step
 
     def signalled(*arguments: Any) -> Any:
         nonlocal count
@@ -470,7 +470,7 @@ def signal_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Si
             os.kill(os.getpid(), number)
         return forward(*arguments)
 
-    monkeypatch.setattr(Trainer, "step", signalled)
+    monkeypatch.setattr(PolicyTrainer, "step", signalled)
 
 
 def test_resuming_what_was_never_saved_begins_again_and_says_so(
@@ -693,9 +693,9 @@ def stale_by_one(n: int, version: int) -> list[Group]:
 
 def destroy_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Have the update of step `number` make all that a group's tokens are sampled from unlikely."""
-    whole = Trainer._step
+    whole = PolicyTrainer._step
 
-    def step(trainer: Trainer, *arguments: Any) -> Any:
+    def step(trainer: PolicyTrainer, *arguments: Any) -> Any:
         found = whole(trainer, *arguments)
         if trainer.schedule.last_epoch == number:
             with torch.no_grad():
@@ -703,4 +703,4 @@ def destroy_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
                     weight.mul_(30)
         return found
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(PolicyTrainer, "_step", step)

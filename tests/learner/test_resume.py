@@ -21,7 +21,8 @@ from slipstream.learner.replay import Outcome, Request, digest, made_with, repla
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.run import build_trainer
 from slipstream.learner.start import starting_point
-from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, StepMetrics
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol import reasons, trained_record
 from slipstream.protocol.client import QueueClient
@@ -153,7 +154,7 @@ def poisoned(
     """A trainer's step that fails at the attempts for which `fails` gives an error."""
     count = 0
 
-    def step(self: Trainer, rows: list[PackedRow], *rest: Any) -> StepMetrics:
+    def step(self: PolicyTrainer, rows: list[PackedRow], *rest: Any) -> StepMetrics:
         nonlocal count
         count += 1
         if (error := fails(count)) is not None:
@@ -223,7 +224,7 @@ def test_a_batch_that_is_left_out_starves_no_step_however_few_groups_may_be_outs
     here = settings(model_path, tmp_path, queue=queue_settings, prefetch_steps=2, stall_timeout_s=4000.0)
     error = DivergedError("the loss is nan")
     monkeypatch.setattr(
-        Trainer, "step", poisoned(Trainer.step, lambda attempt: error if attempt in (2, 3, 6) else None)
+        PolicyTrainer, "step", poisoned(PolicyTrainer.step, lambda attempt: error if attempt in (2, 3, 6) else None)
     )
     with live_queue(here) as queue:
         train(here, queue)
@@ -238,7 +239,9 @@ def test_a_step_that_the_memory_does_not_hold_is_left_out(
 ) -> None:
     here = settings(model_path, tmp_path, steps=3)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-    monkeypatch.setattr(Trainer, "step", poisoned(Trainer.step, lambda attempt: error if attempt == 2 else None))
+    monkeypatch.setattr(
+        PolicyTrainer, "step", poisoned(PolicyTrainer.step, lambda attempt: error if attempt == 2 else None)
+    )
     with live_queue(here) as queue:
         _, progress = train(here, queue)
         drops = queue.call(lambda client: client.status()).drops
@@ -254,8 +257,8 @@ def test_too_many_batches_in_a_row_end_the_run_with_the_weights_as_they_were(
 ) -> None:
     here = settings(model_path, tmp_path, skip_bad_batches=most, checkpoint_every=1)
     error = DivergedError("the loss is nan")
-    step = poisoned(Trainer.step, lambda attempt: error if attempt > 2 else None)
-    monkeypatch.setattr(Trainer, "step", step)
+    step = poisoned(PolicyTrainer.step, lambda attempt: error if attempt > 2 else None)
+    monkeypatch.setattr(PolicyTrainer, "step", step)
     many = rf"3 batches in a row cannot be trained, and learner.skip_bad_batches = {most}; " if most else ""
     with (
         live_queue(here) as queue,
@@ -273,7 +276,9 @@ def test_batches_that_fail_now_and_then_end_no_run(
     """Each good step forgives those before it."""
     here = settings(model_path, tmp_path, skip_bad_batches=1, prefetch_steps=2)
     error = DivergedError("the loss is nan")
-    monkeypatch.setattr(Trainer, "step", poisoned(Trainer.step, lambda attempt: error if attempt % 2 else None))
+    monkeypatch.setattr(
+        PolicyTrainer, "step", poisoned(PolicyTrainer.step, lambda attempt: error if attempt % 2 else None)
+    )
     with live_queue(here) as queue:
         train(here, queue)
     metrics = lines(here.run_dir / "metrics.jsonl")

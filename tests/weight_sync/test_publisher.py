@@ -21,6 +21,7 @@ import uvicorn
 from slipstream.protocol import tracing
 from slipstream.protocol.client import QueueClient, QueueError
 from slipstream.protocol.config import ModelSection, RunConfig, WeightSyncSection
+from slipstream.protocol.engine import EngineState
 from slipstream.protocol.messages import BeginSession, Server, ServerState
 from slipstream.rollout_queue.api.app import create_app
 from slipstream.rollout_queue.ledger.records import ServerRecord
@@ -30,7 +31,6 @@ from slipstream.weight_sync import publisher
 from slipstream.weight_sync.fleet import decisions, fleet, member, member_state, server_publication, snapshots
 from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.server import cancellation, control
-from slipstream.weight_sync.server.answers import EngineState
 from slipstream.weight_sync.server.control import ServerControl
 from slipstream.weight_sync.weights.snapshot import Snapshot
 from tests.kit import config
@@ -710,7 +710,7 @@ def broken_for(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look whether a server is up fails in a way that nobody foresaw."""
     left, look = [RuntimeError("a bug")] * times, control.ServerControl.state
 
-    async def state(self: control.ServerControl) -> control.EngineState:
+    async def state(self: control.ServerControl) -> EngineState:
         if left:
             raise left.pop()
         return await look(self)

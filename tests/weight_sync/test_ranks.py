@@ -20,7 +20,8 @@ from slipstream.weight_sync.fleet.snapshots import Snapshots
 from slipstream.weight_sync.ranks.channel import Call, StoreChannel
 from slipstream.weight_sync.ranks.follower import ShareFollower
 from slipstream.weight_sync.ranks.leader import FollowingRanks
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import StagedTransport, TransferError, build_transport
 from slipstream.weight_sync.transports.gpu import communicator

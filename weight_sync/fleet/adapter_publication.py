@@ -13,13 +13,14 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from blake3 import blake3
 
 from slipstream.protocol.config import RunConfig
+from slipstream.protocol.engine import AdaptersState, LayerFindings
 from slipstream.weight_sync.server.cancellation import on_thread
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofMetrics, ServerProof
 from slipstream.weight_sync.server.proof_rule import Floats
 from slipstream.weight_sync.transports.base import TransferError
@@ -45,7 +46,7 @@ class AdapterTarget:
     async def score_by_request(self, token_ids: list[int]) -> Floats:
         return await self._control.score_by_request(token_ids, self._name)
 
-    async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def layers(self, label: str) -> LayerFindings:
         return await self._control.adapter_layers(self._name)
 
 
@@ -79,7 +80,7 @@ async def publish_adapter(
     assert payload is not None, "the snapshot is not an adapter's"
     began = time.monotonic()
     state = await _adapters_state(control)
-    before = state["served"]
+    before = state.served
     if before is not None:
         await proof.look(AdapterTarget(control, before), snapshot, known=before == proven)
         began = time.monotonic()
@@ -90,7 +91,7 @@ async def publish_adapter(
     return AdapterOutcome(payload.name, transfer_s, metrics)
 
 
-async def have_loaded(control: ServerControl, payload: AdapterPayload, state: dict[str, Any] | None = None) -> None:
+async def have_loaded(control: ServerControl, payload: AdapterPayload, state: AdaptersState | None = None) -> None:
     """Send the adapter and have it loaded, unless it is loaded. It serves nobody yet.
 
     Args:
@@ -100,19 +101,19 @@ async def have_loaded(control: ServerControl, payload: AdapterPayload, state: di
         ControlError: A call to the server failed.
         TransferError: The server takes no adapters, or not this one.
     """
-    if payload.name not in (state or await _adapters_state(control))["loaded"]:
+    if payload.name not in (state or await _adapters_state(control)).loaded:
         await _send(control, payload)
         await _load(control, payload)
 
 
-async def _adapters_state(control: ServerControl) -> dict[str, Any]:
+async def _adapters_state(control: ServerControl) -> AdaptersState:
     try:
         state = await control.adapters()
     except ControlError as error:
         if error.status != 404:
             raise
-        state = {"enabled": False}
-    if not state["enabled"]:
+        state = AdaptersState(enabled=False)
+    if not state.enabled:
         raise TransferError(
             f"{control.url}: this server takes no adapters: start it with slipstream vllm run.toml and "
             f"weight_sync.adapter_only = true, which gives it --enable-lora, {REMEDY}"

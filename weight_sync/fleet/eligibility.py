@@ -13,9 +13,11 @@ from typing import Self
 
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.config.sections.sampling import keeps_mask, mask_logprobs
+from slipstream.protocol.engine import EngineState, ServerFacts
 from slipstream.protocol.versions import SERVED_MODEL_NAME, parse
-from slipstream.weight_sync.server.answers import EngineState, ServerFacts, serves_another_run
-from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ControlError, ServerControl
+from slipstream.weight_sync.server.answers import serves_another_run
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.transports.registry import TRANSPORTS, backend
 
 # The release whose routes and internals weight sync was built and tried with.

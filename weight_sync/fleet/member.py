@@ -15,6 +15,7 @@ from typing import Protocol
 
 from slipstream.protocol.client import QueueError, QueueRefused
 from slipstream.protocol.config import RunConfig
+from slipstream.protocol.engine import MAY_ANSWER, NO_ANSWER
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.weight_sync.fleet import member_state as table
 from slipstream.weight_sync.fleet.decisions import Standing, patience_s
@@ -23,7 +24,8 @@ from slipstream.weight_sync.fleet.member_state import LOOK_EVERY_S, Event, Membe
 from slipstream.weight_sync.fleet.publications import Publications, ServerMetrics
 from slipstream.weight_sync.fleet.server_publication import Outcome, ServerSync
 from slipstream.weight_sync.fleet.snapshots import Snapshots
-from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, MAY_ANSWER, NO_ANSWER, ControlError
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed, Swapped
 from slipstream.weight_sync.transports.base import TransferError
 from slipstream.weight_sync.weights.snapshot import Snapshot

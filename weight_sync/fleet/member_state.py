@@ -22,12 +22,11 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from slipstream.protocol.engine import COMPUTES, EngineState
 from slipstream.protocol.messages import PAUSED_BY_PERSON, Proof, Server, ServerState
 from slipstream.weight_sync.fleet.decisions import SILENT_STEPS, Lag, is_slow, patience_s, retry_pause_s
 from slipstream.weight_sync.fleet.eligibility import Ineligible, find_lost_weights
 from slipstream.weight_sync.fleet.publications import ServerMetrics
-from slipstream.weight_sync.server.answers import EngineState
-from slipstream.weight_sync.server.control import COMPUTES
 from slipstream.weight_sync.transports.registry import of_backend
 
 # Seconds between looks at a server, which show a restart, and an engine that hangs in a publication.

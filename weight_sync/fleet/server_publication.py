@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slipstream.protocol.engine import NO_ANSWER
 from slipstream.weight_sync.fleet.adapter_publication import publish_adapter
 from slipstream.weight_sync.fleet.decisions import SILENT_STEPS, patience_s
 from slipstream.weight_sync.server.answers import serves_another_run
 from slipstream.weight_sync.server.cancellation import gather_two
-from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
+from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.server.proof import ProofMetrics, ServerProof, Swapped
 from slipstream.weight_sync.transports.base import Sent, Transport, checked

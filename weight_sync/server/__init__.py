@@ -1,1 +1,1 @@
-"""Talks to one vLLM server."""
+"""Talks to one server: the port of a publication, and its implementation over HTTP."""

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.protocol import client
-from slipstream.protocol.codec import error_message
+from slipstream.protocol.codec import DecodeError, error_message
+from slipstream.protocol.engine import (
+    NO_ANSWER,
+    OWNER,
+    AdapterLoaded,
+    AdapterReceived,
+    AdapterServed,
+    AdaptersState,
+    Done,
+    Dropped,
+    EngineState,
+    LayerFindings,
+    Lease,
+    Scores,
+    ServerFacts,
+    Staged,
+    Swap,
+    parse,
+)
 from slipstream.protocol.versions import HEADER, RUN_HEADER
-from slipstream.weight_sync.server.answers import EngineState, ServerFacts, Staged, Swap, hint
+from slipstream.weight_sync.server.answers import hint
 from slipstream.weight_sync.server.cancellation import gather
+from slipstream.weight_sync.server.engine import ControlError, Engine, Floats
+
+M = TypeVar("M", bound=msgspec.Struct)
 
 ROOT = "/slipstream/adapters"
 RESUME_ATTEMPTS = 3
@@ -40,77 +59,9 @@ USER_PAUSE = 423
 # Has vLLM generate in the data-parallel engine of this number.
 ENGINE_HEADER = "X-data-parallel-rank"
 
-# Names a publication as the owner of a pause.
-OWNER = "publication"
 
-# The reasons of a server whose engine may only be in a long step, and the two that its processes show it by.
-NO_ANSWER = "the engine does not answer"
-COMPUTES = f"{NO_ANSWER}, and its processes compute"
-STOPPED = f"{NO_ANSWER}: one of its processes is stopped (SIGSTOP)"
-MAY_ANSWER = (NO_ANSWER, COMPUTES, STOPPED)
-
-
-class AdapterRoutes(ABC):
-    """The routes for adapters, which `weight_sync.vllm.adapters` answers. Every call raises `ControlError`."""
-
-    async def adapters(self) -> dict[str, Any]:
-        """Return `enabled`, `max_rank`, `served` (a name or None) and `loaded` (names)."""
-        reply: dict[str, Any] = await self._call("GET", ROOT)
-        return reply
-
-    async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
-        """Send a chunk of an adapter's file, from byte `start`. `digest`: the chunk's BLAKE3 in hex."""
-        await self._call("PUT", f"{ROOT}/{name}?start={start}&blake3={digest}", data=chunk)
-
-    async def load_adapter(self, name: str, config: str, digest: str) -> None:
-        """Load an adapter that has arrived. It serves nobody yet. `digest`: `adapter_digest` of file and `config`."""
-        await self._call("POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
-
-    async def serve_adapter(self, name: str) -> None:
-        """Make the adapter the one that requests ask for."""
-        await self._call("POST", f"{ROOT}/{name}/serve", {})
-
-    async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """As `ServerControl.score`, under a loaded adapter."""
-        return await self._scores(f"{ROOT}/{name}/score", sequences)
-
-    async def adapter_layers(self, name: str) -> dict[str, Any]:
-        """Compare a loaded adapter in the layers with its file. Answers as `ServerControl.layers`."""
-        reply: dict[str, Any] = await self._call("POST", f"{ROOT}/{name}/layers", {})
-        return reply
-
-    @abstractmethod
-    async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, data: bytes | None = None
-    ) -> Any: ...
-
-    @abstractmethod
-    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]: ...
-
-
-class ControlError(RuntimeError):
-    """A call to a server failed or timed out. The text names server, route and cause.
-
-    Attributes:
-        status: The HTTP status, None without an answer.
-        unconnected: Why there was no connection, None where there was one.
-        answered: Whether there was an answer, which was a refusal or made no sense.
-    """
-
-    def __init__(
-        self, text: str, status: int | None = None, unconnected: str | None = None, answered: bool = False
-    ) -> None:
-        super().__init__(text)
-        self.status = status
-        self.unconnected = unconnected
-        self.answered = answered or status is not None
-
-
-class ServerControl(AdapterRoutes):
-    """The routes of one vLLM server, as methods. Use it as an async context manager.
-
-    Every call raises `ControlError` if it fails.
-    """
+class ServerControl(Engine):
+    """The routes of one vLLM server, as methods. Use it as an async context manager."""
 
     def __init__(
         self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
@@ -130,7 +81,6 @@ class ServerControl(AdapterRoutes):
 
     @property
     def run_id(self) -> str:
-        """Id of the calling run, "" while it is not known."""
         return self._run_id()
 
     async def __aenter__(self) -> Self:
@@ -163,29 +113,22 @@ class ServerControl(AdapterRoutes):
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
     async def facts(self) -> ServerFacts:
-        """Return the flags that the server was started with."""
-        return ServerFacts.from_route(await self._call("GET", "/slipstream/facts"))
+        return await self._answer(ServerFacts, "GET", "/slipstream/facts")
 
     async def weight_label(self) -> str:
         """Return the label of the weights that serve, "default" after every start."""
         return str(await self._read("/weight_info", "weight_version"))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Have the workers connect to the learner that `init_info` names."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def end_transfer(self) -> None:
-        """End an open update and the workers' connection that a dead learner or a failed publication left.
-
-        The model is not touched. A server with nothing open stays as it is.
-        """
         # vLLM refuses the second call while an update is open, has no route to drop one, and logs pages of tracebacks
         # for one that is made to fail.
-        await self._call("POST", "/slipstream/drop_update")
+        await self._answer(Dropped, "POST", "/slipstream/drop_update")
         await self._call("POST", "/shutdown_weight_transfer_engine")
 
     async def start_update(self) -> None:
-        """Open an update."""
         await self._call("POST", "/start_weight_update")
 
     async def update(self, update_info: dict[str, Any]) -> None:
@@ -197,8 +140,7 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def state(self) -> EngineState:
-        """Return the server's status, also when it refuses to generate."""
-        return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
+        return await self._answer(EngineState, "GET", "/slipstream/state", answered=(503,))
 
     async def explain(self, failed: ControlError | TimeoutError, waited_s: float = LOOK_TIMEOUT_S) -> str:
         """Say why `state` gave none within `waited_s`. Where something else answered, say whether the server answers
@@ -220,48 +162,49 @@ class ServerControl(AdapterRoutes):
             return False
 
     async def goodbye(self) -> None:
-        """Leave the server to the next run. A server that does not answer finds out by the learner's silence."""
         if self.run_id:
             with contextlib.suppress(ControlError):
-                await self._call("POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S)
+                await self._answer(
+                    Done, "POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S
+                )
 
     async def staged(self, wait_s: float) -> Staged:
-        """Return how far the workers are, once all have ended or `wait_s` seconds are over."""
-        reply = await self._call("POST", "/slipstream/staged", {"wait_s": wait_s}, timeout_s=wait_s + self._timeout_s)
-        return Staged(**_fields(Staged, reply))
+        wait = {"wait_s": wait_s}
+        return await self._answer(Staged, "POST", "/slipstream/staged", wait, timeout_s=wait_s + self._timeout_s)
 
     async def swap(self, label: str, clear_cache: bool) -> Swap:
-        """Exchange the live weights for the staged ones and label them, in one call that needs no second one.
-
-        Args:
-            clear_cache: Whether to drop all cached keys and values.
-        """
-        reply = await self._call("POST", "/slipstream/swap", {"label": label, "clear_cache": clear_cache})
-        return Swap(**_fields(Swap, reply))
+        wanted = {"label": label, "clear_cache": clear_cache}
+        return await self._answer(Swap, "POST", "/slipstream/swap", wanted)
 
     async def lease(self, seconds: float, owner: str = OWNER) -> None:
-        """Renew the pause that `owner` holds: it ends in `seconds` at the earliest."""
-        await self._call("POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
+        await self._answer(Lease, "POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
 
-    async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Return log-probs by the live weights, beside generation.
-
-        Returns:
-            Float32 [engines, T-1] for each of `sequences` [T].
-        """
+    async def score(self, sequences: list[list[int]]) -> list[Floats]:
         return await self._scores("/slipstream/score", sequences)
 
-    async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Compare the live layers with the weights proven before the swap; see `slipstream.weight_sync.vllm.routes`."""
-        reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
-        return reply
+    async def layers(self, label: str) -> LayerFindings:
+        return await self._answer(LayerFindings, "POST", "/slipstream/layers", {"label": label})
+
+    async def adapters(self) -> AdaptersState:
+        return await self._answer(AdaptersState, "GET", ROOT)
+
+    async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
+        path = f"{ROOT}/{name}?start={start}&blake3={digest}"
+        await self._answer(AdapterReceived, "PUT", path, data=chunk)
+
+    async def load_adapter(self, name: str, config: str, digest: str) -> None:
+        await self._answer(AdapterLoaded, "POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
+
+    async def serve_adapter(self, name: str) -> None:
+        await self._answer(AdapterServed, "POST", f"{ROOT}/{name}/serve", {})
+
+    async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[Floats]:
+        return await self._scores(f"{ROOT}/{name}/score", sequences)
+
+    async def adapter_layers(self, name: str) -> LayerFindings:
+        return await self._answer(LayerFindings, "POST", f"{ROOT}/{name}/layers", {})
 
     async def pause(self, clear_cache: bool) -> None:
-        """Pause generation under a lease that `lease` renews. May be called while it is paused.
-
-        Args:
-            clear_cache: Whether to drop all cached keys and values.
-        """
         path = f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", path, headers={"slipstream-owner": OWNER})
 
@@ -282,19 +225,12 @@ class ServerControl(AdapterRoutes):
                     raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
                 await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
-        """Return log-probs float32 [engines, T-1] of `token_ids` [T] by the path that episodes take.
-
-        Args:
-            adapter: Name of a loaded adapter to compute under; None: the weights that serve now.
-        """
+    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> Floats:
         engines = (await self.facts()).engines or 1
         rows = [self._score_in_engine(token_ids, adapter, place if engines > 1 else None) for place in range(engines)]
         return np.stack(await gather(*rows))
 
-    async def _score_in_engine(
-        self, token_ids: list[int], adapter: str | None, engine: int | None
-    ) -> npt.NDArray[np.float32]:
+    async def _score_in_engine(self, token_ids: list[int], adapter: str | None, engine: int | None) -> Floats:
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
@@ -315,15 +251,14 @@ class ServerControl(AdapterRoutes):
         except (KeyError, TypeError, ValueError) as error:
             raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
 
-    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        reply = await self._call("POST", path, {"token_ids": sequences})
+    async def _scores(self, path: str, sequences: list[list[int]]) -> list[Floats]:
+        scores = await self._answer(Scores, "POST", path, {"token_ids": sequences})
         try:
-            engines = _fields(_Scores, reply)["engines"]
             # One array of a sequence's rows in all engines.
-            rows = [np.array(of, dtype=np.float32) for of in zip(*engines, strict=True)]
+            rows = [np.array(of, dtype=np.float32) for of in zip(*scores.engines, strict=True)]
             return [row for row, _ in zip(rows, sequences, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise ControlError(f"{self.url}{path}: no log-probs in {reply!r:.200} ({error!r})") from error
+        except ValueError as error:
+            raise ControlError(f"{self.url}{path}: no log-probs in {scores!r:.200} ({error!r})") from error
 
     async def _read(self, path: str, field: str) -> Any:
         reply = await self._call("GET", path)
@@ -331,6 +266,24 @@ class ServerControl(AdapterRoutes):
             return reply[field]
         except (KeyError, TypeError) as error:
             raise ControlError(f"{self.url}{path}: the answer {reply!r:.200} holds no {field}") from error
+
+    async def _answer(
+        self,
+        kind: type[M],
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        answered: tuple[int, ...] = (),
+        data: bytes | None = None,
+    ) -> M:
+        """Call one of Slipstream's routes, which answers with a message of `protocol.engine`."""
+        reply = await self._call(method, path, body, timeout_s, answered=answered, data=data)
+        try:
+            return parse(kind, reply)
+        except DecodeError as error:
+            raise ControlError(f"{self.url}{path}: {error}", answered=True) from error
 
     async def _call(
         self,
@@ -379,16 +332,3 @@ class ServerControl(AdapterRoutes):
         except (aiohttp.ClientError, OSError, ValueError) as error:
             spoiled = isinstance(error, ValueError | aiohttp.ContentTypeError | aiohttp.ClientPayloadError)
             raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}", answered=spoiled) from error
-
-
-@dataclass(frozen=True)
-class _Scores:
-    engines: list[list[list[float]]]
-
-
-def _fields(kind: Any, reply: Any) -> dict[str, Any]:
-    """Return the fields of `reply` that the dataclass `kind` has. Raises `ControlError` if one is missing."""
-    try:
-        return {field.name: reply[field.name] for field in fields(kind)}
-    except (KeyError, TypeError) as error:
-        raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}", answered=True) from error

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from slipstream.weight_sync.server.cancellation import shielded
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.engine import ControlError, Engine
 
 # Seconds for which a server stays paused after its learner disappeared.
 LEASE_S = 15.0
@@ -29,7 +29,7 @@ class Pause:
         seconds: How long generation stood still. A transport whose server pauses itself adds what the server reports.
     """
 
-    server: ServerControl
+    server: Engine
     clear_cache: bool
     resume_after_error: bool
     due: asyncio.Event | None = None

@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from slipstream.weight_sync.server.cancellation import gather_two
-from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.engine import ControlError, ProofTarget, Scoring
 from slipstream.weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge_engines
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 
@@ -29,16 +28,6 @@ CANNOT = frozenset({404, 405, 501})
 
 # Maximum number of wrong layers that an error names.
 NAMED = 4
-
-
-class Scoring(Protocol):
-    """The part of `ServerControl` that a `Scorer` needs."""
-
-    url: str
-
-    async def score(self, sequences: list[list[int]]) -> list[Floats]: ...
-
-    async def score_by_request(self, token_ids: list[int]) -> Floats: ...
 
 
 class Scorer:
@@ -71,12 +60,6 @@ class Scorer:
 
 class ProofFailed(RuntimeError):
     """The server computes with other weights than were sent."""
-
-
-class ProofTarget(Scoring, Protocol):
-    """The target of a proof: a server (`ServerControl`), or one of its loaded adapters."""
-
-    async def layers(self, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -209,16 +192,14 @@ class ServerProof:
         if self._layers_unreadable:
             return None
         try:
-            found = await control.layers({"label": snapshot.label})
+            found = await control.layers(snapshot.label)
         except ControlError as error:
             if error.status not in CANNOT:
                 raise
             self._layers_unreadable = True
             logger.info("%s cannot say what its layers hold, so log-probs alone prove them: %s", control.url, error)
             return None
-        if not isinstance(found.get("wrong"), list) or not isinstance(found.get("checked"), int):
-            raise ControlError(f"{control.url}/slipstream/layers: the answer {found!r:.200} does not name layers")
-        wrong = [str(name) for name in found["wrong"]]
+        wrong = found.wrong
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise ProofFailed(
@@ -226,20 +207,19 @@ class ServerProof:
                 f"{', '.join(wrong[:NAMED])}{more}; they are sent again by themselves, and where that fails too the "
                 f"fault is the server's: start it again"
             )
-        self._tell_unread(control.url, found.get("unread"))
-        checked: int = found["checked"]
-        return checked
+        self._tell_unread(control.url, found.unread)
+        return found.checked
 
-    def _tell_unread(self, url: str, unread: Any) -> None:
+    def _tell_unread(self, url: str, unread: list[str]) -> None:
         """Log unreadable layers, once for each server: they depend on its build, not on a version."""
-        if self._unread_told or not isinstance(unread, list) or not unread:
+        if self._unread_told or not unread:
             return
         self._unread_told = True
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         logger.info(
             "%s: of these layers it cannot be read what they hold, so their products and log-probs alone prove them: "
             "%s%s",
-            *(url, ", ".join(str(name) for name in unread[:NAMED]), more),
+            *(url, ", ".join(unread[:NAMED]), more),
         )
 
     def _remedy(self) -> str:

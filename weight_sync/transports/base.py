@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from slipstream.protocol.config import WeightSyncSection
 from slipstream.weight_sync.server.cancellation import gather, on_thread, shielded
-from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import Engine
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.registry import SEND_DELTAS, TRANSPORTS, of_backend
 from slipstream.weight_sync.weights.delta_base import DeltaPath
@@ -89,7 +89,7 @@ class Transport(Protocol):
     def sent(self) -> Sent | None:
         """Costs of the newest publication, None before the first."""
 
-    async def connect(self, server: ServerControl, workers: int) -> None:
+    async def connect(self, server: Engine, workers: int) -> None:
         """Connect to the server's `workers`, after ending a transfer that an earlier learner left open there.
 
         Raises:
@@ -97,7 +97,7 @@ class Transport(Protocol):
             TransferError: The workers did not connect.
         """
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         """Load `snapshot` and label it `snapshot.label`. Returns when every worker serves it.
 
         Args:
@@ -165,7 +165,7 @@ class AutoTransport:
     def sent(self) -> Sent | None:
         return self._chosen.sent if self._chosen is not None else None
 
-    async def connect(self, server: ServerControl, workers: int) -> None:
+    async def connect(self, server: Engine, workers: int) -> None:
         found = (await server.state()).transport
         name = of_backend(found)
         if name is None:
@@ -189,7 +189,7 @@ class AutoTransport:
         self._chosen = chosen
         await chosen.connect(server, workers)
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         if self._chosen is None:
             raise TransferError("the transport is not connected")
         await self._chosen.publish(server, snapshot, pause)
@@ -210,7 +210,7 @@ class StagedTransport:
         self._section = section
         self._connected = False
 
-    async def connect(self, server: ServerControl, workers: int) -> None:
+    async def connect(self, server: Engine, workers: int) -> None:
         await server.end_transfer()
         try:
             shares = await gather(*(sender.open(server.url, workers) for sender in self.senders))
@@ -221,7 +221,7 @@ class StagedTransport:
             raise
         self._connected = True
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         if not self._connected:
             raise TransferError("the transport is not connected")
         await server.start_update()
@@ -230,7 +230,7 @@ class StagedTransport:
         swap = await server.swap(snapshot.label, pause.clear_cache)
         pause.seconds += swap.pause_s
 
-    async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
+    async def bring(self, server: Engine, snapshot: Snapshot) -> None:
         """Bring the snapshot to the workers. Returns when each has built it beside its live model."""
         whole = False
         try:
@@ -247,7 +247,7 @@ class StagedTransport:
         self._connected = False
         await shielded(gather(*(sender.close() for sender in self.senders)))
 
-    async def _until_staged(self, server: ServerControl, snapshot: Snapshot) -> None:
+    async def _until_staged(self, server: Engine, snapshot: Snapshot) -> None:
         """Wait until all workers are ready. Raises `TransferError` if one fails or `weight_sync.timeout_s` is over."""
         timeout_s = self._section.timeout_s
         ends = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Receives weights at one of vLLM's workers. Needs no vLLM.
+"""Receives weights at one of a server's workers.
 
 Each rank of the learner sends its share of the weights over a connection of its own, and a worker has a `Receiver` for
 each. What arrives is loaded piece by piece: while one bucket is loaded, the next one is under way.
@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Worker:
-    """One of vLLM's workers.
+    """One of a server's workers.
 
     Attributes:
         rank: Its rank in a group of one rank of the learner, which is rank 0, and all workers of the server.

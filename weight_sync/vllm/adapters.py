@@ -21,9 +21,11 @@ import logging
 from typing import Any
 from urllib.parse import parse_qs
 
+import msgspec
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.protocol.engine import AdapterReceived, LayerFindings, Scores, to_json
 from slipstream.protocol.versions import HEADER
 from slipstream.weight_sync.vllm import engine_state
 from slipstream.weight_sync.vllm.adapter_store import AdapterStore, StoreError
@@ -43,11 +45,8 @@ GENERATE = "/inference/v1/generate"
 OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
 
 
-async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict[str, Any]:
+async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> Scores:
     """Score `{"token_ids": [[int]]}` under a loaded adapter, whether it serves or not.
-
-    Returns:
-        As `routes.score`.
 
     Raises:
         RouteError: 501 if the workers cannot do it, 409 if the adapter is not loaded.
@@ -57,8 +56,8 @@ async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict
     return given_logprobs(await ask_workers(loaded.engine, "slipstream_score_adapter", token_ids, which))
 
 
-async def layers(loaded: LoadedAdapters, name: str) -> dict[str, Any]:
-    """Compare the layers of a loaded adapter with its file. Answers as `routes.layers`. Raises `RouteError`."""
+async def layers(loaded: LoadedAdapters, name: str) -> LayerFindings:
+    """Compare the layers of a loaded adapter with its file. Raises `RouteError`."""
     begun = await ask_workers(loaded.engine, "slipstream_read_adapter", _which(loaded, name))
     return await read(loaded.engine, begun)
 
@@ -126,7 +125,7 @@ class Adapters:
             logger.exception("%s failed", scope["path"])
             await problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
         else:
-            await JSONResponse(answer)(scope, receive, send)
+            await JSONResponse(to_json(answer))(scope, receive, send)
 
 
 def _refusal(engine: EngineClient, scope: Scope) -> JSONResponse | None:
@@ -138,7 +137,7 @@ def _refusal(engine: EngineClient, scope: Scope) -> JSONResponse | None:
     return None
 
 
-async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> dict[str, Any]:
+async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> msgspec.Struct:
     """Call the route. Raises `RouteError` or `StoreError`."""
     name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
     match scope["method"], bool(name), verb:
@@ -146,7 +145,7 @@ async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> d
             return loaded.state()
         case "PUT", True, "":
             start, digest = _place(scope)
-            return {"received": loaded.store.append(name, start, await bytes_of(receive), digest)}
+            return AdapterReceived(loaded.store.append(name, start, await bytes_of(receive), digest))
         case "POST", True, "load":
             body = await body_of(receive)
             return await loaded.load(name, _text(body, "config"), _text(body, "blake3"))

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.protocol.engine import Lease
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
 from slipstream.weight_sync.vllm.engine_state import LEASE_HEADER, EngineStatus, RouteError, status_of
 
@@ -30,7 +31,7 @@ RESUME_TIMEOUT_S = 10.0
 SWAP_WITHIN_S = 5.0
 
 
-async def renew_pause(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def renew_pause(engine: EngineClient, body: dict[str, Any]) -> Lease:
     """Renew a pause: `{"owner": str, "seconds": number}`. It ends in `seconds` at the earliest."""
     owner, seconds = body.get("owner"), body.get("seconds")
     if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
@@ -39,7 +40,7 @@ async def renew_pause(engine: EngineClient, body: dict[str, Any]) -> dict[str, A
     if status.lease_owner != owner:
         raise RouteError(409, f"{owner!r} holds no pause here: it ended, or {status.lease_owner!r} holds it")
     _set(engine, status, owner, seconds)
-    return {"owner": owner, "seconds": seconds}
+    return Lease(owner, seconds)
 
 
 def grant_pause(engine: EngineClient, owner: str) -> None:

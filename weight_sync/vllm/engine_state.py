@@ -21,21 +21,22 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import psutil
 from starlette.types import Scope
 
+from slipstream.protocol.engine import COMPUTES, NO_ANSWER, STOPPED
 from slipstream.protocol.versions import RUN_HEADER, RUN_ID
 from slipstream.weight_sync.server.answers import serves_another_run
-from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED
 from slipstream.weight_sync.transports.http import chunks
 from slipstream.weight_sync.vllm import guard
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
+Handler = Callable[[Any, dict[str, Any]], Awaitable[msgspec.Struct]]
 
 SILENT_S = 30.0
 STATE = "/slipstream/state"
@@ -151,7 +152,7 @@ def end_the_process() -> None:
 
 def why_unanswered(server: psutil.Process) -> str:
     """Look at the processes below `server`, of which one is the engine that does not answer. Blocks for
-    `ACTIVE_WITHIN_S`. Returns one of `control.MAY_ANSWER`."""
+    `ACTIVE_WITHIN_S`. Returns one of `protocol.engine.MAY_ANSWER`."""
     before, states = _cpu_s(server)
     time.sleep(ACTIVE_WITHIN_S)
     after, states_after = _cpu_s(server)
@@ -243,7 +244,7 @@ class EngineStatus:
     end: Callable[[], None] = end_the_process
 
     @property
-    def pause_owner(self) -> str:
+    def pause_owner(self) -> Literal["none", "person", "publication"]:
         """Names who paused it: "publication", "person" or "none"."""
         if self.lease_ends is not None:
             return "publication"

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
+from slipstream.protocol.engine import AdapterLoaded, AdapterServed, AdaptersState
 from slipstream.protocol.versions import label_in
 from slipstream.weight_sync.vllm.adapter_store import AdapterStore
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
@@ -46,17 +47,17 @@ class LoadedAdapters:
         self._order: list[str] = []
         self._lock = asyncio.Lock()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> AdaptersState:
         """Return the answer of `GET /slipstream/adapters`."""
         lora = self.engine.vllm_config.lora_config
-        return {
-            "enabled": lora is not None,
-            "max_rank": lora.max_lora_rank if lora is not None else 0,
-            "served": self.served,
-            "loaded": self._loaded(),
-        }
+        return AdaptersState(
+            enabled=lora is not None,
+            max_rank=lora.max_lora_rank if lora is not None else 0,
+            served=self.served,
+            loaded=self._loaded(),
+        )
 
-    async def load(self, name: str, config: str, digest: str) -> dict[str, Any]:
+    async def load(self, name: str, config: str, digest: str) -> AdapterLoaded:
         """Load an adapter that has arrived, unless it is loaded.
 
         Raises:
@@ -65,7 +66,7 @@ class LoadedAdapters:
         """
         async with self._lock:
             if name in self._models.lora_requests:
-                return {"load_s": 0.0}
+                return AdapterLoaded(0.0)
             folder = await asyncio.to_thread(self.store.complete, name, config, digest)
             began = time.monotonic()
             wanted = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
@@ -73,9 +74,9 @@ class LoadedAdapters:
             if refusal is not None:
                 self.store.keep(set(self.store.whole) - {name})
                 raise RouteError(422, f"vLLM does not load the adapter {name}: {refusal}")
-            return {"load_s": time.monotonic() - began}
+            return AdapterLoaded(time.monotonic() - began)
 
-    async def serve(self, name: str) -> dict[str, Any]:
+    async def serve(self, name: str) -> AdapterServed:
         """Make `name` the adapter that serves, and unloads old ones. Raises `RouteError` 409 if it is not loaded."""
         async with self._lock:
             if name not in self._models.lora_requests:
@@ -88,7 +89,7 @@ class LoadedAdapters:
             for old in self._loaded():
                 if old not in self._order:
                     await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=old))
-            return {"removed": len(gone)}
+            return AdapterServed(len(gone))
 
     async def clear(self) -> None:
         """Unload all adapters before the base changes, as their proofs hold for the old base only."""

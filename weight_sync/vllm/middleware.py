@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.protocol.engine import EngineState, to_json
 from slipstream.protocol.log_lines import Repeated
 from slipstream.weight_sync.transports.http import chunks
 from slipstream.weight_sync.vllm import engine_state, guard
@@ -152,8 +153,8 @@ async def _answer(engine: EngineClient, scope: Scope, receive: Receive, send: Se
         if handler is None:
             raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
         answer = await handler(engine, await body_of(receive))
-        status = 503 if answer.get("reason") else 200
-        await JSONResponse(answer, status)(scope, receive, send)
+        status = 503 if isinstance(answer, EngineState) and answer.reason else 200
+        await JSONResponse(to_json(answer), status)(scope, receive, send)
     except RouteError as error:
         await problem(error.status, error.message)(scope, receive, send)
     except Exception as error:

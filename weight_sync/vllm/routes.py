@@ -1,6 +1,6 @@
 """The routes that Slipstream adds to vLLM's server, by method and path: state, staging, swap, lease, and the proof.
 
-A handler takes the engine's client and the JSON body, and returns the JSON answer.
+A handler takes the engine's client and the JSON body, and returns a message of `protocol.engine`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,18 @@ from typing import Any
 
 import psutil
 
+from slipstream.protocol.engine import (
+    NO_ANSWER,
+    Done,
+    Dropped,
+    EngineState,
+    LayerFindings,
+    Scores,
+    ServerFacts,
+    Staged,
+    Swap,
+)
 from slipstream.weight_sync.server.cancellation import gather_two
-from slipstream.weight_sync.server.control import NO_ANSWER
 from slipstream.weight_sync.vllm import control_rules, engines
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
 from slipstream.weight_sync.vllm.engine_state import EngineStatus, Handler, RouteError, status_of, why_unanswered
@@ -30,11 +40,8 @@ SERVER_POLL_S = (0.01, 0.1)
 MAX_WAIT_S = 60.0
 
 
-async def score(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def score(engine: EngineClient, body: dict[str, Any]) -> Scores:
     """Score `{"token_ids": [[int]]}`, in every engine.
-
-    Returns:
-        `{"engines": [[[float]]]}`: by engine and sequence, T-1 values in nats at temperature 1.
 
     Raises:
         RouteError: 501 if the workers cannot do it.
@@ -48,7 +55,7 @@ def given_token_ids(engine: EngineClient, body: dict[str, Any]) -> list[list[int
     return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
 
 
-def given_logprobs(replies: Answers[dict[str, Any]]) -> dict[str, Any]:
+def given_logprobs(replies: Answers[dict[str, Any]]) -> Scores:
     """Make the answer of `score` from those of all workers. Raises `RouteError` 501."""
     _refuse_if_impossible(replies)
     engines = []
@@ -57,14 +64,11 @@ def given_logprobs(replies: Answers[dict[str, Any]]) -> dict[str, Any]:
         if logprobs is None:
             raise RouteError(501, "no worker of this server holds logits")
         engines.append(logprobs)
-    return {"engines": engines}
+    return Scores(engines)
 
 
-async def layers(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def layers(engine: EngineClient, body: dict[str, Any]) -> LayerFindings:
     """Compare the live layers with the weights proven before the swap to `{"label": str}`, over all workers.
-
-    Returns:
-        `{"checked": int, "wrong": [str], "unread": [str]}`.
 
     Raises:
         RouteError: 409 if other weights serve, 501 if nothing was proven.
@@ -79,7 +83,7 @@ async def layers(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     return await read(engine, begun)
 
 
-async def read(engine: EngineClient, begun: Answers[dict[str, Any]]) -> dict[str, Any]:
+async def read(engine: EngineClient, begun: Answers[dict[str, Any]]) -> LayerFindings:
     """Wait for the workers' findings about their layers.
 
     Args:
@@ -104,7 +108,7 @@ async def read(engine: EngineClient, begun: Answers[dict[str, Any]]) -> dict[str
         )
         for kind in ("wrong", "unread")
     }
-    return {"checked": sum(reply["checked"] for reply in replies), **named}
+    return LayerFindings(sum(reply["checked"] for reply in replies), **named)
 
 
 def _refuse_if_impossible(replies: Answers[dict[str, Any]]) -> None:
@@ -132,8 +136,8 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
 }
 
 
-async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `slipstream.weight_sync.server.answers.EngineState`."""
+async def state(engine: EngineClient, body: dict[str, Any]) -> EngineState:
+    """Return the server's state."""
     status = status_of(engine)
     refused = status.broken or reason_not_to_serve(engine)
     states = await _settled_states(engine, status) if refused is None else None
@@ -142,21 +146,21 @@ async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     transfer = engine.vllm_config.weight_transfer_config
     owner, now = status.owner, time.monotonic()
     paused = states is None or any(each["paused"] for each in states)
-    return {
-        "boot": "-".join([status.boot, *(each["boot"] for each in states or ())]),
-        "label": (status.adapter or label_of(states)) if states else "",
-        "paused": paused,
-        "whole": status.whole,
-        "alive": states is not None,
-        "pause_owner": status.pause_owner if paused else "none",
-        "workers": parallel.world_size_across_dp,
-        "transport": transfer.backend if transfer is not None else "none",
-        "reason": refused or (None if states else await asyncio.to_thread(why_unanswered, psutil.Process())),
-        "owner": owner.live(now),
-        "owner_silent_s": owner.silent_s(now),
-        "stuck": stuck,
-        "step_s": status.step_s,
-    }
+    return EngineState(
+        boot="-".join([status.boot, *(each["boot"] for each in states or ())]),
+        label=(status.adapter or label_of(states)) if states else "",
+        paused=paused,
+        whole=status.whole,
+        alive=states is not None,
+        pause_owner=status.pause_owner if paused else "none",
+        workers=parallel.world_size_across_dp,
+        transport=transfer.backend if transfer is not None else "none",
+        reason=refused or (None if states else await asyncio.to_thread(why_unanswered, psutil.Process())),
+        owner=owner.live(now),
+        owner_silent_s=owner.silent_s(now),
+        stuck=stuck,
+        step_s=status.step_s,
+    )
 
 
 async def _settled_states(engine: EngineClient, status: EngineStatus) -> list[dict[str, Any]] | None:
@@ -187,64 +191,64 @@ def _is_unowned(states: list[dict[str, Any]], status: EngineStatus) -> bool:
     return any(state["paused"] for state in states) and not held
 
 
-async def facts(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def facts(engine: EngineClient, body: dict[str, Any]) -> ServerFacts:
     """Return the flags of the server that decide whether a run can use it.
 
     vLLM's own `/server_info` takes longer, as it describes the machine too.
     """
     config = engine.vllm_config
     model, transfer = config.model_config, config.weight_transfer_config
-    return {
-        "served_name": model.served_model_name,
-        "logprobs_mode": str(model.logprobs_mode),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "max_model_len": model.max_model_len,
-        "transport": transfer.backend if transfer is not None else None,
-        "scale_out": status_of(engine).scale_out,
-        "quantization": model.quantization,
-        "max_logprobs": model.max_logprobs,
-        "engines": config.parallel_config.data_parallel_size,
-    }
+    return ServerFacts(
+        served_name=model.served_model_name,
+        logprobs_mode=str(model.logprobs_mode),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=model.max_model_len,
+        transport=transfer.backend if transfer is not None else None,
+        scale_out=status_of(engine).scale_out,
+        quantization=model.quantization,
+        max_logprobs=model.max_logprobs,
+        engines=config.parallel_config.data_parallel_size,
+    )
 
 
-async def goodbye(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def goodbye(engine: EngineClient, body: dict[str, Any]) -> Done:
     """End the ownership of `{"run": id}`, whose learner has ended: another run may have this server."""
     run = body.get("run")
     if not isinstance(run, str):
         raise RouteError(400, 'a goodbye wants {"run": text}')
     status_of(engine).owner.leaves(run)
-    return {}
+    return Done()
 
 
-async def staged(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def staged(engine: EngineClient, body: dict[str, Any]) -> Staged:
     """Report how far the slowest worker is, once all have ended or `{"wait_s": seconds}` are over."""
     ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), MAX_WAIT_S)
     pause_s, longest_s = SERVER_POLL_S
     while True:
         report = _slowest(await ask_workers(engine, "slipstream_staging"))
         left_s = ends - time.monotonic()
-        if report["stage"] in ("ready", "failed") or left_s <= 0:
+        if report.stage in ("ready", "failed") or left_s <= 0:
             return report
         await asyncio.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 1.5, longest_s)
 
 
-def _slowest(reports: Answers[dict[str, Any]]) -> dict[str, Any]:
+def _slowest(reports: Answers[dict[str, Any]]) -> Staged:
     order = ("failed", "receiving", "building", "ready")
     worker, slowest = min(reports.named(), key=lambda named: order.index(named[1]["stage"]))
     stages = {stage for report in reports for stage in report["seconds"]}
     seconds = {stage: max(report["seconds"].get(stage, 0.0) for report in reports) for stage in stages}
     error = slowest["error"]
-    return {"stage": slowest["stage"], "error": f"{worker}: {error}" if worker and error else error, "seconds": seconds}
+    return Staged(slowest["stage"], f"{worker}: {error}" if worker and error else error, seconds)
 
 
-async def drop_update(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def drop_update(engine: EngineClient, body: dict[str, Any]) -> Dropped:
     """Drop an open update, for which vLLM has no route."""
     dropped = await ask_workers(engine, "slipstream_drop_update")
-    return {"dropped": any(dropped)}
+    return Dropped(any(dropped))
 
 
-async def swap(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
+async def swap(engine: EngineClient, body: dict[str, Any]) -> Swap:
     """Swap: `{"label": str, "clear_cache": bool}`. It ends even if its client does not wait any more."""
     label, clear_cache = body.get("label"), body.get("clear_cache", False)
     if not isinstance(label, str) or not isinstance(clear_cache, bool):
@@ -252,7 +256,7 @@ async def swap(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     return await asyncio.shield(asyncio.ensure_future(_swap(engine, label, clear_cache)))
 
 
-async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> dict[str, Any]:
+async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> Swap:
     status = status_of(engine)
     if not status.whole:
         raise RouteError(409, "another swap is under way")
@@ -273,7 +277,7 @@ async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> dict[str
     status.whole = True
     if result["error"]:
         raise RouteError(409, result["error"])
-    return {"pause_s": result["pause_s"], "exchange_s": result["exchange_s"]}
+    return Swap(result["pause_s"], result["exchange_s"])
 
 
 SERVER_ROUTES: dict[tuple[str, str], Handler] = {

@@ -1,6 +1,6 @@
 """Copies one version of the weights, with the probe that proves it, so that the learner can go on.
 
-A digest proves that the bytes arrived. Only log-probs prove that the server computes with them: on a CPU vLLM computes
+A digest proves that the bytes arrived. Only log-probs prove that the server computes with them: on a CPU it computes
 with packed copies, which a reload may miss. A probe shows only those rows of embedding and head that its tokens touch,
 so each publication has another one, and together they touch all rows. An adapter alone travels as a safetensors file
 and its configuration, under a name that includes their digest.
@@ -269,7 +269,7 @@ class Snapshot:
 
     @property
     def label(self) -> str:
-        """Run and version, as vLLM reports them with each sampled token."""
+        """Run and version, as servers report them with each sampled token."""
         return label_of(self.run_id, self.version)
 
     @cached_property

@@ -251,7 +251,7 @@ def _check_distribution(
         own = temperature if name == "temperature" else getattr(rollout, name)
         if value is None or (_is_number(value) and value == own):
             continue
-        if name == "top_k" and own == 0 and value == -1:  # vLLM, too, takes -1 and 0 for all tokens.
+        if name == "top_k" and own == 0 and value == -1:  # Servers, too, take -1 and 0 for all tokens.
             continue
         setting, remedy = f"rollout.{name}", "leave it out, or set it in the run file"
         if name == "temperature":  # The only parameter that an evaluation can set.

@@ -4,20 +4,21 @@ will send, and reads their settings."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slipstream.deploy.checks import preflight
 from slipstream.protocol.config import ConfigError, load
+from slipstream.protocol.engine import ServerFacts
 from slipstream.weight_sync.fleet.eligibility import Wanted, judge
-from slipstream.weight_sync.server.answers import ServerFacts
+from slipstream.weight_sync.server.answers import facts_of_description
 from tests.deploy.conftest import TASK
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
@@ -36,11 +37,11 @@ GOOD = ServerFacts(
 
 def test_auto_takes_whatever_transport_the_server_was_started_with() -> None:
     for backend in ("gloo", "nccl_staged", "slipstream_ipc"):
-        assert judge(dataclasses.replace(GOOD, transport=backend), Wanted.of(config())) == []
+        assert judge(msgspec.structs.replace(GOOD, transport=backend), Wanted.of(config())) == []
 
 
 def test_a_quantised_server_needs_a_tolerance_that_allows_for_it() -> None:
-    (fault,) = judge(dataclasses.replace(GOOD, quantization="fp8"), Wanted.of(config()))
+    (fault,) = judge(msgspec.structs.replace(GOOD, quantization="fp8"), Wanted.of(config()))
     assert "probe_tolerance = auto" in fault.what
 
 
@@ -58,9 +59,8 @@ def test_a_quantised_server_needs_a_tolerance_that_allows_for_it() -> None:
     ],
 )
 def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], what: str, flag: str) -> None:
-    (fault,) = judge(
-        dataclasses.replace(GOOD, **wrong), Wanted.of(config(weight_sync={"transport": "gloo"}, rollout={"top_k": 20}))
-    )
+    wanted = Wanted.of(config(weight_sync={"transport": "gloo"}, rollout={"top_k": 20}))
+    (fault,) = judge(msgspec.structs.replace(GOOD, **wrong), wanted)
     assert what in fault.what
     assert flag in fault.flag
 
@@ -69,16 +69,16 @@ def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], w
     "facts",
     [
         GOOD,
-        dataclasses.replace(GOOD, max_model_len=8192),
-        dataclasses.replace(GOOD, served_name=None, logprobs_mode=None, dtype=None, max_model_len=None),
+        msgspec.structs.replace(GOOD, max_model_len=8192),
+        msgspec.structs.replace(GOOD, served_name=None, logprobs_mode=None, dtype=None, max_model_len=None),
     ],
     ids=["as ours", "a longer context", "says nothing of its model"],
 )
 def test_a_server_that_suits_has_no_fault(facts: ServerFacts) -> None:
     assert judge(facts, Wanted.of(config())) == []
-    assert judge(dataclasses.replace(facts, max_logprobs=20), Wanted.of(config())) == []
+    assert judge(msgspec.structs.replace(facts, max_logprobs=20), Wanted.of(config())) == []
     for most in (-1, 33):
-        assert judge(dataclasses.replace(facts, max_logprobs=most), Wanted.of(config(rollout={"top_k": 20}))) == []
+        assert judge(msgspec.structs.replace(facts, max_logprobs=most), Wanted.of(config(rollout={"top_k": 20}))) == []
 
 
 def test_what_vllm_032_says_of_itself_is_read() -> None:
@@ -86,8 +86,8 @@ def test_what_vllm_032_says_of_itself_is_read() -> None:
     model = {"dtype": "torch.float32", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
     model["served_model_name"] = "policy"
     info = {"vllm_config": {"model_config": model, "weight_transfer_config": {"backend": "gloo"}}}
-    assert ServerFacts.parse("0.32.0", info, True) == dataclasses.replace(GOOD, max_model_len=512)
-    assert ServerFacts.parse(None, {"vllm_config": "a text"}, False).transport is None
+    assert facts_of_description("0.32.0", info, True) == msgspec.structs.replace(GOOD, max_model_len=512)
+    assert facts_of_description(None, {"vllm_config": "a text"}, False).transport is None
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,6 @@ async def test_i8_the_token_is_sent(run_file: Path) -> None:
         config = load(run_file, ["--vllm.servers", f'["{url}"]', "--queue.token", "secret"])
         checked = await asyncio.to_thread(preflight.check_run, config, resume=False)
     assert checked.findings == [], "a version that was tried is no warning"
-
-
-def test_what_a_server_will_be_is_read_off_its_command_line() -> None:
-    """With the user's own flags, which stand last."""
-    transfer = '{"backend": "gloo"}'
-    ours = ["--served-model-name", "policy", "--dtype", "float32", "--max-model-len", "4096", "--enable-scale-out"]
-    ours += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", transfer]
-    assert ServerFacts.of_command(["vllm", *ours]) == dataclasses.replace(GOOD, version=None)
-    (fault,) = judge(ServerFacts.of_command([*ours, "--logprobs_mode=raw_logprobs"]), Wanted.of(config()))
-    assert "raw_logprobs" in fault.what
-    assert judge(ServerFacts.of_command([*ours, "--dtype", "auto"]), Wanted.of(config())) == []
 
 
 def test_a_mistake_in_the_task_is_told_before_servers_are_looked_for(run_file: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.reference import AdapterOff
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
 from slipstream.protocol.messages import RunPosition
 from tests.kit.learner import sample, step_rollouts
@@ -38,13 +38,13 @@ def config_of(model_path: Path, lora: dict[str, Any] | None = None, **learner: A
     )
 
 
-def train(trainer: Trainer, steps: range) -> None:
+def train(trainer: PolicyTrainer, steps: range) -> None:
     for step in steps:
         samples = [sample(12, 3, 10 * step + i, rollout=i) for i in range(4)]
         trainer.step(pack(samples, 32), step_rollouts(samples))
 
 
-def saved(trainer: Trainer, model_path: Path, run_dir: Path, step: int = 2) -> checkpoint.Checkpoint:
+def saved(trainer: PolicyTrainer, model_path: Path, run_dir: Path, step: int = 2) -> checkpoint.Checkpoint:
     sources = Sources(ModelSection(path=str(model_path)))
     return checkpoint.save(run_dir, CheckpointInfo(step, step), trainer, sources, keep=1)
 

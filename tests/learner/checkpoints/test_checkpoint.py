@@ -24,7 +24,8 @@ from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.model.reference import ReferenceModel
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import DivergedError, Trainer
+from slipstream.learner.training.base import DivergedError
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from slipstream.protocol.messages import MAX_METRIC
 from tests.kit import LEARNER, config
@@ -34,22 +35,22 @@ from tests.kit.learner import sample, step_rollouts
 SECTION = LearnerSection(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
 
 
-def _train(trainer: Trainer, steps: range) -> None:
+def _train(trainer: PolicyTrainer, steps: range) -> None:
     for step in steps:
         samples = [sample(12, 3, 10 * step + i, rollout=i) for i in range(4)]
         trainer.step(pack(samples, 32), step_rollouts(samples))
 
 
-def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in trainer.policy.named_weights()}
 
 
 def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    whole = Trainer(make_policy(), SECTION, 64)
+    whole = PolicyTrainer(make_policy(), SECTION, 64)
     _train(whole, range(4))
-    half = Trainer(make_policy(), SECTION, 64)
+    half = PolicyTrainer(make_policy(), SECTION, 64)
     _train(half, range(2))
     checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, Sources(ModelSection(path=str(model_path))), keep=2)
 
@@ -57,7 +58,7 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     assert found is not None
     assert (found.info.step, found.info.version) == (2, 2)
     path = str(found.model_path)
-    resumed = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SECTION, 64)
+    resumed = PolicyTrainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SECTION, 64)
     checkpoint.restore(found, resumed)
     _train(resumed, range(2, 4))
     expected = _weights(whole)
@@ -85,14 +86,14 @@ def test_a_reference_that_follows_is_resumed_to_the_bit(
 ) -> None:
     """It moves at steps 3, 6 and 9; the checkpoint is of step 4."""
     section = SECTION.model_copy(update={"kl_coef": 0.5, "reference_sync_steps": 3, "reference_mixup": 0.3})
-    whole = Trainer(make_policy(), section, 64, ReferenceModel(make_policy()))
+    whole = PolicyTrainer(make_policy(), section, 64, ReferenceModel(make_policy()))
     _train(whole, range(9))
-    half = Trainer(make_policy(), section, 64, ReferenceModel(make_policy()))
+    half = PolicyTrainer(make_policy(), section, 64, ReferenceModel(make_policy()))
     _train(half, range(4))
     saved = checkpoint.save(tmp_path, CheckpointInfo(4, 4), half, Sources(ModelSection(path=str(model_path))), keep=1)
     path = str(saved.model_path)
     policy = load_policy(path, ModelSection(path=path), Scoring(1.0, 16))
-    resumed = Trainer(policy, section, 64, ReferenceModel(make_policy()))
+    resumed = PolicyTrainer(policy, section, 64, ReferenceModel(make_policy()))
     checkpoint.restore(saved, resumed)
     _train(resumed, range(4, 9))
     for one, other in (
@@ -107,17 +108,17 @@ def test_a_reference_that_followed_stays_where_it_is_if_it_shall_follow_no_more(
 ) -> None:
     """And is in the next checkpoint, too: `model.path` has another."""
     section = SECTION.model_copy(update={"kl_coef": 0.5, "reference_sync_steps": 1})
-    before = Trainer(make_policy(), section, 64, ReferenceModel(make_policy()))
+    before = PolicyTrainer(make_policy(), section, 64, ReferenceModel(make_policy()))
     _train(before, range(2))
     kept = {name: weight.clone() for name, weight in before.state()["reference"].items()}
     saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, Sources(ModelSection(path=str(model_path))), keep=1)
     still = section.model_copy(update={"reference_sync_steps": 0})
-    resumed = Trainer(make_policy(), still, 64, ReferenceModel(make_policy()))
+    resumed = PolicyTrainer(make_policy(), still, 64, ReferenceModel(make_policy()))
     checkpoint.restore(saved, resumed)
     _train(resumed, range(2, 4))
     again = resumed.state()["reference"]
     assert all(torch.equal(kept[name], again[name]) for name in kept)
-    none = Trainer(make_policy(), SECTION, 64)
+    none = PolicyTrainer(make_policy(), SECTION, 64)
     checkpoint.restore(saved, none)
     assert "reference" not in none.state()
 
@@ -126,7 +127,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
-    trainer = Trainer(make_policy(), SECTION, 64)
+    trainer = PolicyTrainer(make_policy(), SECTION, 64)
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
     )
@@ -138,7 +139,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
 def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SECTION, 64)
+    trainer = PolicyTrainer(make_policy(), SECTION, 64)
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 3):
         checkpoint.save(
@@ -158,7 +159,7 @@ def test_a_checkpoint_s_model_folder_can_be_served(
     saved = checkpoint.save(
         tmp_path,
         CheckpointInfo(1, 1),
-        Trainer(make_policy(), SECTION, 64),
+        PolicyTrainer(make_policy(), SECTION, 64),
         Sources(ModelSection(path=str(model_path))),
         keep=1,
     )
@@ -170,7 +171,7 @@ def test_a_checkpoint_s_model_folder_can_be_served(
 def test_i8_nothing_in_it_needs_unpickling(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SECTION, 64)
+    trainer = PolicyTrainer(make_policy(), SECTION, 64)
     _train(trainer, range(1))
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
@@ -181,7 +182,7 @@ def test_i8_nothing_in_it_needs_unpickling(
 def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[..., Policy]) -> None:
     """The worst that the queue lets in: rewards of the largest size, and a policy that has left the one that sampled,
     under settings that bound neither. float32 does not hold the product of the two."""
-    trainer = Trainer(make_policy(), SECTION.model_copy(update={"advantage": "dr_grpo", "delta": "none"}), 64)
+    trainer = PolicyTrainer(make_policy(), SECTION.model_copy(update={"advantage": "dr_grpo", "delta": "none"}), 64)
     before = _weights(trainer)
     unlikely = replace(taken := sample(12, 3, 0), behaviour=8 * taken.behaviour)
     rewards = np.array([-MAX_METRIC, MAX_METRIC])
@@ -201,11 +202,11 @@ def test_a_policy_whose_log_probs_are_not_finite_is_told_from_one_that_went_too_
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(DivergedError, match=r"log_ratio_max nan.*own log-probs are not finite: set model.dtype"):
-        Trainer(policy, SECTION, 64).step(pack([sample(12, 3, 0)], 32), step_rollouts([sample(12, 3, 0)]))
+        PolicyTrainer(policy, SECTION, 64).step(pack([sample(12, 3, 0)], 32), step_rollouts([sample(12, 3, 0)]))
 
 
 def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> None:
-    trainer = Trainer(make_policy(), SECTION, 64)
+    trainer = PolicyTrainer(make_policy(), SECTION, 64)
     samples = [sample(12, 3, 0)]
     rates = [trainer.step(pack(samples, 32), step_rollouts(samples)).learning_rate for _ in range(5)]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
@@ -214,7 +215,7 @@ def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> 
 def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_now_on(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SECTION, 64)
+    trainer = PolicyTrainer(make_policy(), SECTION, 64)
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 3), trainer, Sources(ModelSection(path=str(model_path))), keep=1
     )
@@ -237,11 +238,11 @@ def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_no
 def test_a_resumed_optimiser_has_the_run_file_s_settings(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    before = Trainer(make_policy(), SECTION, 64)
+    before = PolicyTrainer(make_policy(), SECTION, 64)
     _train(before, range(2))
     saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, Sources(ModelSection(path=str(model_path))), keep=1)
     changed = LearnerSection(learning_rate=4e-3, warmup_steps=5, weight_decay=0.2, betas=(0.8, 0.9))
-    resumed = Trainer(make_policy(), changed, 64)
+    resumed = PolicyTrainer(make_policy(), changed, 64)
     checkpoint.restore(saved, resumed)
     samples = [sample(12, 3, 0)]
     rates = [resumed.step(pack(samples, 32), step_rollouts(samples)).learning_rate for _ in range(4)]
@@ -261,7 +262,7 @@ def test_a_checkpoint_holds_the_tokenizer_and_the_template_that_the_run_used(
     (other / "generation_config.json").write_text('{"top_k": 7}', encoding="utf-8")
     (template := tmp_path / "mine.jinja").write_text("a template of the run's", encoding="utf-8")
     model = ModelSection(path=str(model_path), tokenizer=str(other))
-    trainer = Trainer(make_policy(), SECTION, 64)
+    trainer = PolicyTrainer(make_policy(), SECTION, 64)
     for chosen, text in ((None, "a template of the tokenizer's"), (template, "a template of the run's")):
         sources = Sources(model, chosen)
         saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, sources, keep=1).model_path
@@ -298,7 +299,7 @@ def saved_from(folder: Path, run_dir: Path, **files: Any) -> Path:
     for name, content in files.items():
         (folder / name.replace("__", "/")).write_text(json.dumps(content), encoding="utf-8")
     model = ModelSection(path=str(folder))
-    trainer = Trainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION, 64)
+    trainer = PolicyTrainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION, 64)
     checkpoint.try_files(run_dir, trainer, Sources(model))
     assert not list((run_dir / "checkpoints").iterdir()), "a trial leaves nothing"
     return checkpoint.save(run_dir, CheckpointInfo(1, 1), trainer, Sources(model), keep=1).model_path
@@ -368,7 +369,7 @@ def test_whatever_a_save_raises_is_a_checkpoint_error_before_the_first_step_as_w
     own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ModelSection(path=str(own_model))
-    trainer = Trainer(load_policy(str(own_model), model, Scoring(1.0, 16)), SECTION, 64)
+    trainer = PolicyTrainer(load_policy(str(own_model), model, Scoring(1.0, 16)), SECTION, 64)
 
     def refuse(*args: Any, **options: Any) -> None:
         raise KeyError("a library's own")
@@ -411,7 +412,7 @@ def test_a_model_with_code_of_its_own_is_resumed_from_its_checkpoint(model_path:
     ):
         load_policy(str(folder), ModelSection(path=str(folder)), Scoring(1.0, 16))
     model = ModelSection(path=str(folder), trust_remote_code=True)
-    trainer = Trainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION, 64)
+    trainer = PolicyTrainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION, 64)
     assert type(trainer.policy.model).__name__ == "Own"
     saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, Sources(model), keep=1)
     shutil.rmtree(folder)

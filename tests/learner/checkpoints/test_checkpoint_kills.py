@@ -19,7 +19,7 @@ from slipstream.learner.checkpoints import checkpoint
 from slipstream.learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
 from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.config import LearnerSection, ModelSection
 
@@ -30,11 +30,11 @@ KILLED = 9
 
 
 @pytest.fixture
-def trainer(make_policy: Callable[..., Policy]) -> Trainer:
-    return Trainer(make_policy(), LearnerSection(), 64)
+def trainer(make_policy: Callable[..., Policy]) -> PolicyTrainer:
+    return PolicyTrainer(make_policy(), LearnerSection(), 64)
 
 
-def save(folder: Path, trainer: Trainer, model_path: Path, step: int, keep: int = 1, **more: Any) -> None:
+def save(folder: Path, trainer: PolicyTrainer, model_path: Path, step: int, keep: int = 1, **more: Any) -> None:
     sources = Sources(ModelSection(path=str(model_path)))
     checkpoint.save(folder, CheckpointInfo(step, step), trainer, sources, keep, **more)
 
@@ -82,7 +82,7 @@ def check_whole(folder: Path, steps: tuple[int, ...]) -> None:
     ids=["a new step", "a step that is there from another time line"],
 )
 def test_killed_at_any_moment_it_leaves_a_whole_one_or_the_one_before(
-    trainer: Trainer, model_path: Path, tmp_path: Path, again: bool, touches: Sequence[str], fewest: int
+    trainer: PolicyTrainer, model_path: Path, tmp_path: Path, again: bool, touches: Sequence[str], fewest: int
 ) -> None:
     touch = kills = 0
     while True:
@@ -114,7 +114,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [0, 100, 20_000, 80_000])
 def test_a_full_disk_is_told_and_gets_back_what_the_attempt_took(
-    trainer: Trainer, model_path: Path, tmp_path: Path, size: int
+    trainer: PolicyTrainer, model_path: Path, tmp_path: Path, size: int
 ) -> None:
     save(tmp_path, trainer, model_path, 1)
     with files_of_at_most(size), pytest.raises(CheckpointError, match=r"step-000002 cannot be written: "):
@@ -123,7 +123,7 @@ def test_a_full_disk_is_told_and_gets_back_what_the_attempt_took(
     check_whole(tmp_path, (1,))
 
 
-def test_the_best_stays_however_old_it_is(trainer: Trainer, model_path: Path, tmp_path: Path) -> None:
+def test_the_best_stays_however_old_it_is(trainer: PolicyTrainer, model_path: Path, tmp_path: Path) -> None:
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
         save(tmp_path, trainer, model_path, step, keep=2, spared={999_998})
     assert list(places.complete(tmp_path)) == [999_998, 1_000_000, 1_000_001]

@@ -19,7 +19,7 @@ from slipstream.learner.checkpoints import checkpoint
 from slipstream.learner.checkpoints.checkpoint import CheckpointInfo
 from slipstream.learner.ranks import stopping
 from slipstream.learner.run import run
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.client import Unreachable
 from tests.kit.learner import FakeQueue
@@ -66,7 +66,7 @@ MOMENTS = {
         ("stopped before the first step: there is nothing to save", "start it again with: slipstream up my.toml"),
     ),
     "groups are waited for": Moment(FakeQueue, "lease", 1, [], ("stopped before the first step", "start it again")),
-    "a step is computed": Moment(Trainer, "step", 4, [2, 3], writing(3)),
+    "a step is computed": Moment(PolicyTrainer, "step", 4, [2, 3], writing(3)),
     "weights change": Moment(torch.optim.AdamW, "step", 3, [2, 3], writing(3)),
     "a step is acknowledged": Moment(FakeQueue, "ack", 1, [1], writing(1)),
     "a version is published": Moment(FakePublisher, "publish", 4, [2, 3], writing(3)),

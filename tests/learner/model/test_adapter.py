@@ -17,7 +17,7 @@ from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.model.reference import AdapterOff, load_reference
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection, RunConfig
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot
 from tests.kit.learner import gradients, sample, step_rollouts
@@ -52,7 +52,7 @@ def plain(path: Path, dtype: str = "float32") -> Policy:
 
 def trained(policy: Policy, steps: int = 2, **settings: Any) -> Policy:
     """After steps that are long enough to see."""
-    trainer = Trainer(policy, LearnerSection(learning_rate=1e-2, advantage="rloo", **settings), 64, _off(policy))
+    trainer = PolicyTrainer(policy, LearnerSection(learning_rate=1e-2, advantage="rloo", **settings), 64, _off(policy))
     for _ in range(steps):
         trainer.step(pack(SAMPLES, 64), step_rollouts(SAMPLES))
     return policy
@@ -177,7 +177,7 @@ def test_layers_that_are_run_otherwise_give_the_same_step(model_path: Path, sett
 def test_packing_cannot_change_the_step(model_path: Path) -> None:
     def step(budget: int) -> dict[str, torch.Tensor]:
         policy = adapted(model_path)
-        trainer = Trainer(policy, LearnerSection(learning_rate=1e-3, optim="sgd"), 64)
+        trainer = PolicyTrainer(policy, LearnerSection(learning_rate=1e-3, optim="sgd"), 64)
         trainer.step(pack(SAMPLES, budget), step_rollouts(SAMPLES))
         return dict(policy.named_weights())
 
@@ -196,7 +196,7 @@ def test_the_reference_is_the_base_without_a_second_model(model_path: Path) -> N
     policy = adapted(model_path)
     reference = load_reference(config, Scoring(1.0, 16), policy)
     assert isinstance(reference, AdapterOff)
-    trainer = Trainer(policy, config.learner.model_copy(update={"learning_rate": 1e-2}), 64, reference)
+    trainer = PolicyTrainer(policy, config.learner.model_copy(update={"learning_rate": 1e-2}), 64, reference)
     (row,) = pack(SAMPLES, 64)
     base = plain(model_path)(row).logprobs
     figures = [trainer.step(pack(SAMPLES, 64), step_rollouts(SAMPLES)).objective["kl_reference"] for _ in range(3)]
@@ -213,7 +213,7 @@ def test_the_reference_is_the_base_without_a_second_model(model_path: Path) -> N
 def test_decoupled_with_previous_weights_scores_under_the_adapter_before_the_last_step(model_path: Path) -> None:
     policy = adapted(model_path)
     section = LearnerSection(learning_rate=1e-2, advantage="rloo", correction="decoupled", proximal="last_step")
-    trainer = Trainer(policy, section, 64)
+    trainer = PolicyTrainer(policy, section, 64)
     rows = pack(SAMPLES, 64)
     before = policy(rows[0]).logprobs.detach()
     trainer.step(rows, step_rollouts(SAMPLES))
@@ -257,7 +257,7 @@ def test_a_mixture_s_routers_are_kept_even_with_an_adapter(tmp_path: Path) -> No
     MIXTURES["Qwen3-MoE"]().save_pretrained(tmp_path)
     model, lora = ModelSection(path=str(tmp_path)), LoraSection(r=4)
     policy = load_policy(str(tmp_path), model, Scoring(1.0, 16, routing=True), LearnerSection(), lora=lora)
-    trainer = Trainer(policy, LearnerSection(router_aux_loss_coef=0.1, learning_rate=1e-3), 64)
+    trainer = PolicyTrainer(policy, LearnerSection(router_aux_loss_coef=0.1, learning_rate=1e-3), 64)
     figures = trainer.step(pack(SAMPLES, 64), step_rollouts(SAMPLES))
     assert (figures.objective["aux_loss"] or 0) > 0
 

@@ -19,7 +19,7 @@ from slipstream.learner.feed.packing import Sample, pack, pack_row
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.model.precision import Precision, changed_share, find_rounding_warning
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection, ModelSection
 from slipstream.protocol.messages import RunPosition
 from slipstream.weight_sync.weights import snapshot as snapshot_module
@@ -48,7 +48,7 @@ def samples(step: int) -> list[Sample]:
 def moved(policy: Policy, learning_rate: float) -> dict[str, torch.Tensor]:
     """Return what a few steps add to each weight."""
     before = {name: weight.clone() for name, weight in policy.named_weights()}
-    trainer = Trainer(policy, LearnerSection(learning_rate=learning_rate), 64)
+    trainer = PolicyTrainer(policy, LearnerSection(learning_rate=learning_rate), 64)
     for step in range(STEPS):
         trainer.step(pack(samples(step), 32), step_rollouts(samples(step)))
     return {name: weight - before[name] for name, weight in trainer.policy.named_weights()}
@@ -78,7 +78,7 @@ def test_masters_learn(make: Make) -> None:
         row = pack_row([batch[rewarded]])
         with torch.no_grad():
             before = float(policy(row).logprobs.sum())
-        trainer = Trainer(policy, LearnerSection(learning_rate=1e-3), 64)
+        trainer = PolicyTrainer(policy, LearnerSection(learning_rate=1e-3), 64)
         for _ in range(10):
             trainer.step(pack(batch, 32), step_rollouts(batch))
         with torch.no_grad():
@@ -131,13 +131,13 @@ def test_the_probe_is_near_what_bfloat16_weights_give(make: Make) -> None:
 def test_a_checkpoint_holds_the_masters_and_names_the_servers_type(
     make: Make, model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make(), LearnerSection(learning_rate=1e-6), 64)
+    trainer = PolicyTrainer(make(), LearnerSection(learning_rate=1e-6), 64)
     trainer.step(pack(samples(0), 32), step_rollouts(samples(0)))
     sources = Sources(ModelSection(path=str(model_path)))
     saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, sources, keep=1)
 
     assert json.loads((saved.model_path / "config.json").read_text())["dtype"] == "bfloat16"
-    resumed = Trainer(make(path=saved.model_path), LearnerSection(learning_rate=1e-6), 64)
+    resumed = PolicyTrainer(make(path=saved.model_path), LearnerSection(learning_rate=1e-6), 64)
     checkpoint.restore(saved, resumed)
     assert resumed.policy.precision == trainer.policy.precision
     for one in (trainer, resumed):

@@ -14,7 +14,7 @@ from slipstream.learner.feed.packing import pack
 from slipstream.learner.model import precision
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 from tests.kit.learner import sample, step_rollouts
 
@@ -89,7 +89,7 @@ def test_what_is_published_is_what_the_learner_computes_with(
     """Whole matrices under the checkpoint's names and shapes: those of the bits, with the adapter, wherever there is
     one."""
     policy = load(model_path, load_in_4bit=True)
-    trainer = Trainer(policy, LearnerSection(learning_rate=1e-2), 64)
+    trainer = PolicyTrainer(policy, LearnerSection(learning_rate=1e-2), 64)
     samples = [sample(12, 3, i, rollout=i) for i in range(4)]
     frozen = {name: of.clone() for name, of in policy.named_parameters() if not of.requires_grad}
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_without_bitsandbytes_it_is_refused_with_the_line_that_installs_it(
 def test_on_a_gpu_it_trains_and_is_published_as_it_computes(model_path: Path, tmp_path: Path, bits: str) -> None:
     policy = load(model_path, dtype="bfloat16", **{bits: True})
     samples = [sample(12, 3, i, rollout=i) for i in range(4)]
-    Trainer(policy, LearnerSection(learning_rate=1e-2), 64).step(pack(samples, 32), step_rollouts(samples))
+    PolicyTrainer(policy, LearnerSection(learning_rate=1e-2), 64).step(pack(samples, 32), step_rollouts(samples))
     policy.save(tmp_path / "model")
     model = ModelSection(path=str(tmp_path / "model"), dtype="bfloat16")
     ids = list(range(1, 30))

@@ -14,7 +14,7 @@ from slipstream.learner.feed.packing import PackedRow, Sample, pack
 from slipstream.learner.model.policy import Policy
 from slipstream.learner.model.reference import ReferenceModel
 from slipstream.learner.training.passes import Known, Preparation, consult, in_several_rows
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
@@ -38,11 +38,11 @@ def moved(policy: Policy, by: float = 0.05) -> Policy:
     return policy
 
 
-def trainer_of(make_policy: MakePolicy, **settings: Any) -> Trainer:
+def trainer_of(make_policy: MakePolicy, **settings: Any) -> PolicyTrainer:
     """With a policy that has moved away from its reference, which it can show as `own`."""
     section = LearnerSection(learning_rate=1e-2, advantage="rloo", **settings)
     reference = ReferenceModel(make_policy()) if section.kl_coef else None
-    return Trainer(moved(make_policy()), section, 64, reference)
+    return PolicyTrainer(moved(make_policy()), section, 64, reference)
 
 
 def samples_of_several_segments() -> list[Sample]:
@@ -50,7 +50,7 @@ def samples_of_several_segments() -> list[Sample]:
     return [sample(14, 4, seed=2 * i + j, rollout=i) for i in range(4) for j in range(2)]
 
 
-def gradients_of(trainer: Trainer, samples: Sequence[Sample], budget: int) -> dict[str, torch.Tensor]:
+def gradients_of(trainer: PolicyTrainer, samples: Sequence[Sample], budget: int) -> dict[str, torch.Tensor]:
     """Return the gradients of a step's loss, taken before the optimiser steps."""
     found: dict[str, torch.Tensor] = {}
     hook = trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: found.update(gradients(trainer.policy)))
@@ -86,7 +86,7 @@ def test_packing_cannot_change_the_gradient(make_policy: MakePolicy, name: str) 
 
 def test_the_reference_never_moves_unless_asked(make_policy: MakePolicy) -> None:
     model = make_policy()
-    trainer = Trainer(make_policy(), LearnerSection(learning_rate=1e-2, kl_coef=0.1), 64, ReferenceModel(model))
+    trainer = PolicyTrainer(make_policy(), LearnerSection(learning_rate=1e-2, kl_coef=0.1), 64, ReferenceModel(model))
     before, policy = weights(model), weights(trainer.policy)
     samples = samples_of_several_segments()
     figures = [trainer.step(pack(samples, 64), step_rollouts(samples)).objective for _ in range(2)]
@@ -173,7 +173,7 @@ def test_the_kl_in_the_reward_is_over_sampled_tokens_of_the_whole_rollout(make_p
 def test_a_reference_follows_by_its_share_every_so_many_steps(make_policy: MakePolicy) -> None:
     model = make_policy()
     section = LearnerSection(learning_rate=1e-2, kl_coef=0.1, reference_sync_steps=2, reference_mixup=0.25)
-    trainer = Trainer(make_policy(), section, 64, ReferenceModel(model))
+    trainer = PolicyTrainer(make_policy(), section, 64, ReferenceModel(model))
     began = weights(model)
     samples = samples_of_several_segments()
     trainer.step(pack(samples, 64), step_rollouts(samples))
@@ -204,7 +204,7 @@ def test_a_reference_comes_back_as_it_was(make_policy: MakePolicy) -> None:
 
 def test_a_reference_is_asked_for_where_it_is_needed(make_policy: MakePolicy) -> None:
     with pytest.raises(ValueError, match=r"learner.kl_coef = 0.1 needs a reference"):
-        Trainer(make_policy(), LearnerSection(kl_coef=0.1), 64)
+        PolicyTrainer(make_policy(), LearnerSection(kl_coef=0.1), 64)
 
 
 def test_without_a_coefficient_there_is_one_pass_a_row(make_policy: MakePolicy) -> None:
@@ -214,7 +214,7 @@ def test_without_a_coefficient_there_is_one_pass_a_row(make_policy: MakePolicy) 
         def logprobs(self, row: PackedRow) -> torch.Tensor:
             raise AssertionError("a pass that nobody needs")
 
-    trainer = Trainer(make_policy(), LearnerSection(), 64, Untouched(make_policy()))
+    trainer = PolicyTrainer(make_policy(), LearnerSection(), 64, Untouched(make_policy()))
     passes: list[object] = []
     trainer.policy.register_forward_hook(lambda *_: passes.append(1))
     samples = samples_of_several_segments()

@@ -12,7 +12,7 @@ from slipstream.learner.algorithm.loss_terms import RouterLoss, Routing
 from slipstream.learner.feed.packing import Sample, pack
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.learner import step_rollouts
 from tests.learner.families import MIXTURES, TEXT
@@ -52,7 +52,7 @@ def policy(path: Path, name: str = "Mixtral") -> Policy:
 def gradients(policy: Policy, items: list[Sample], budget: int) -> tuple[dict[str, torch.Tensor], float | None]:
     """The gradient of a step, before it is clipped, by name; and the loss of the routers."""
     section = LearnerSection(router_aux_loss_coef=0.5, max_grad_norm=1e9)
-    trainer = Trainer(policy, section, 64)
+    trainer = PolicyTrainer(policy, section, 64)
     found: dict[str, torch.Tensor] = {}
 
     def keep(*_: object) -> None:

@@ -27,7 +27,7 @@ from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.run import build_trainer
 from slipstream.learner.start import starting_point
 from slipstream.learner.training import state_files
-from slipstream.learner.training.trainer import STATE, Trainer
+from slipstream.learner.training.trainer import STATE, PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.client import QueueClient
 from slipstream.protocol.config import RunConfig
@@ -74,7 +74,7 @@ def hang_and_stop(number: signal.Signals) -> None:
 
 
 def train(
-    trainer: Trainer,
+    trainer: PolicyTrainer,
     config: RunConfig,
     resume: bool = False,
     stop_in: int | None = None,

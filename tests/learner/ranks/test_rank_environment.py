@@ -12,7 +12,7 @@ import torch
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.policy import Policy
 from slipstream.learner.ranks.environment import RankInfo, check_environment, check_sharded, clear, is_sharded, place
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
@@ -137,7 +137,7 @@ def test_accelerate_s_variables_do_not_change_the_gradient(
     samples = [sample(30, 5, i, rollout=i) for i in range(4)]
 
     def gradient() -> torch.Tensor:
-        trainer = Trainer(make_policy(), LearnerSection(max_grad_norm=1e9), longest=64)
+        trainer = PolicyTrainer(make_policy(), LearnerSection(max_grad_norm=1e9), longest=64)
         seen: list[torch.Tensor] = []
         weights = list(trainer.policy.parameters())
         trainer.optimiser.optimizer.register_step_pre_hook(

@@ -22,7 +22,7 @@ from slipstream.learner.feed.packing import pack
 from slipstream.learner.run import build_trainer
 from slipstream.learner.start import starting_point
 from slipstream.learner.training import state_files
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
@@ -47,7 +47,7 @@ def run_file(folder: Path, family: str, ranks: int, shard: bool = True, **learne
     return config(LEARNER, model={"path": str(path)}, run={"dir": str(folder)}, learner=of_learner)
 
 
-def held(trainer: Trainer) -> dict[str, torch.Tensor]:
+def held(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Copies of the weights, and of what the trainer keeps, whole."""
     state = trainer.state()
     moments = {f"{n}.{name}": of for n, each in state["optimiser"]["state"].items() for name, of in each.items()}
@@ -56,7 +56,7 @@ def held(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(of).clone() for name, of in found.items()}
 
 
-def save(trainer: Trainer, settings: RunConfig, step: int, fails: bool = False) -> dict[str, Any] | str:
+def save(trainer: PolicyTrainer, settings: RunConfig, step: int, fails: bool = False) -> dict[str, Any] | str:
     """Train a step and write a checkpoint of it. What is held then, or why it cannot be written."""
     samples = samples_of([30, 20, 25, 35, 12, 18], 2, 10 * step)
     trainer.step(pack(samples, 64, ranks=2), step_rollouts(samples))

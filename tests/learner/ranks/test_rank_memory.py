@@ -18,7 +18,7 @@ from slipstream.learner.feed.packing import RankRows
 from slipstream.learner.ranks.stopping import Stop
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.skipping import FILE_NAME, OutOfMemory
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.client import QueueClient
 from slipstream.protocol.config import RunConfig
 from slipstream.weight_sync.publisher import Publisher
@@ -32,19 +32,19 @@ def run_out_at(step: int, here: int, rank: int) -> None:
     """In the process of rank `here` the memory does not hold that step."""
     if rank != here:
         return
-    count, forward = 0, Trainer._step
+    count, forward = 0, PolicyTrainer._step
 
-    def failing(self: Trainer, share: RankRows) -> Any:
+    def failing(self: PolicyTrainer, share: RankRows) -> Any:
         nonlocal count
         count += 1
         if count == step:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return forward(self, share)
 
-    Trainer._step = failing  # type: ignore[method-assign]
+    PolicyTrainer._step = failing  # type: ignore[method-assign]
 
 
-def train(trainer: Trainer, config: RunConfig) -> tuple[str | None, list[str], dict[str, str]]:
+def train(trainer: PolicyTrainer, config: RunConfig) -> tuple[str | None, list[str], dict[str, str]]:
     """Train, and return what ended the run, the groups that were trained, and those that were dropped."""
     queue = FakeQueue(endless())
     publisher = FakePublisher(queue)

@@ -16,7 +16,7 @@ from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.precision import find_rounding_warning
 from slipstream.learner.ranks import wrapping
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import step_rollouts
@@ -52,7 +52,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def step_and_traffic(trainer: Trainer) -> tuple[list[torch.Tensor], dict[tuple[str, torch.dtype], int]]:
+def step_and_traffic(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], dict[tuple[str, torch.dtype], int]]:
     """The gradient of a step, and its traffic."""
     samples = samples_of(LENGTHS, 2, 0)
     with Traffic() as traffic:
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_a_rank_with_whole_masters(mixed: Any, folder: P
     assert distance(gradient, exact) < 1.2 * cost
 
 
-def warned(trainer: Trainer) -> str | None:
+def warned(trainer: PolicyTrainer) -> str | None:
     return find_rounding_warning(trainer.policy.precision, partial(wrapping.own_weights, trainer.policy), 1e-6)
 
 

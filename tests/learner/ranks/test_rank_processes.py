@@ -17,7 +17,7 @@ import pytest
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.ranks import liveness
 from slipstream.learner.ranks.liveness import RankLost
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
@@ -71,22 +71,22 @@ def impatient_ranks(run_file: RunConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def followers(_: Trainer) -> list[int]:
+def followers(_: PolicyTrainer) -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def own_pid(_: Trainer) -> int:
+def own_pid(_: PolicyTrainer) -> int:
     return os.getpid()
 
 
-def listeners(trainer: Trainer) -> list[str]:
+def listeners(trainer: PolicyTrainer) -> list[str]:
     """Addresses that rank 0 and its children listen on."""
     processes = [psutil.Process(), *psutil.Process().children()]
     found = [connection for process in processes for connection in process.net_connections("tcp")]
     return [connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN]
 
 
-def step(trainer: Trainer) -> str | None:
+def step(trainer: PolicyTrainer) -> str | None:
     samples = [sample(30, 5, i, rollout=i) for i in range(4)]
     try:
         trainer.step(pack(samples, 64), step_rollouts(samples))
@@ -95,7 +95,7 @@ def step(trainer: Trainer) -> str | None:
     return None
 
 
-def step_without_a_follower(trainer: Trainer) -> tuple[str | None, list[Any]]:
+def step_without_a_follower(trainer: PolicyTrainer) -> tuple[str | None, list[Any]]:
     told: list[Any] = []
     trainer.team.on_lost(told.append)
     (pid,) = followers(trainer)
@@ -103,7 +103,7 @@ def step_without_a_follower(trainer: Trainer) -> tuple[str | None, list[Any]]:
     return step(trainer), told
 
 
-def step_with_a_follower_that_hangs(trainer: Trainer) -> str | None:
+def step_with_a_follower_that_hangs(trainer: PolicyTrainer) -> str | None:
     (pid,) = followers(trainer)
     psutil.Process(pid).suspend()
     return step(trainer)

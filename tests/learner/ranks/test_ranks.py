@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
 from slipstream.learner.run import build_trainer
-from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, StepMetrics
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import RankReport
 from tests.kit import LEARNER, config
@@ -68,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """The same trainer twice: of several ranks, and of one."""
 
-    def __init__(self, several: Ranks, alone: Trainer) -> None:
+    def __init__(self, several: Ranks, alone: PolicyTrainer) -> None:
         self.several = several
         self.alone = alone
 
@@ -99,7 +100,9 @@ def moving(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from pair(run_file(folder, 2, tied=True, shard_weights=request.param, **MOVING))
 
 
-def step(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> tuple[StepMetrics, list[torch.Tensor]]:
+def step(
+    trainer: PolicyTrainer, rows: list[PackedRow], rollouts: StepRollouts
+) -> tuple[StepMetrics, list[torch.Tensor]]:
     """A step with an optimiser that has made none, and its gradient, of all weights."""
     empty = trainer.state()
     empty["optimiser"] = {**empty["optimiser"], "state": {}}
@@ -174,7 +177,7 @@ def test_two_ranks_that_share_the_weights_out_have_the_gradient_of_one(sharded: 
     compare(sharded, **given)
 
 
-def steps_and_weights(trainer: Trainer, batches: list[tuple[list[PackedRow], StepRollouts]]) -> dict[str, Any]:
+def steps_and_weights(trainer: PolicyTrainer, batches: list[tuple[list[PackedRow], StepRollouts]]) -> dict[str, Any]:
     for rows, rollouts in batches:
         trainer.step(rows, rollouts)
     return {name: weight.clone() for name, weight in trainer.weights()}
@@ -192,7 +195,7 @@ def test_several_steps_make_the_weights_that_one_rank_makes(moving: Pair) -> Non
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def figures(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> list[RankReport]:
+def figures(trainer: PolicyTrainer, rows: list[PackedRow], rollouts: StepRollouts) -> list[RankReport]:
     trainer.step(rows, rollouts)
     return trainer.ranks
 
@@ -213,7 +216,7 @@ def test_each_rank_says_what_it_did_and_how_long_it_waited_for_the_slowest(movin
     assert figures(moving.alone, rows, rollouts) == []
 
 
-def diverge(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> str:
+def diverge(trainer: PolicyTrainer, rows: list[PackedRow], rollouts: StepRollouts) -> str:
     try:
         trainer.step(rows, rollouts)
     except DivergedError as error:

@@ -19,7 +19,8 @@ from slipstream.learner.model.policy import Policy
 from slipstream.learner.report import sampler_checks
 from slipstream.learner.report.progress import TerminalProgress, line
 from slipstream.learner.report.records import StepRecord
-from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.learner.training.base import StepMetrics
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import sample
 from tests.learner.report.test_summary import step_record
@@ -28,7 +29,7 @@ from tests.learner.report.test_summary import step_record
 def metrics(policy: Policy, rows: Sequence[PackedRow]) -> StepMetrics:
     tokens = np.array([sum(len(row.rollout) for row in rows)])
     alone = StepRollouts.of(np.zeros(1), np.zeros(1, dtype=np.int64), tokens)
-    return Trainer(policy, LearnerSection(), longest=64).step(rows, alone)
+    return PolicyTrainer(policy, LearnerSection(), longest=64).step(rows, alone)
 
 
 def sampled_by(policy: Policy, seed: int = 0, **fields: Any) -> PackedRow:

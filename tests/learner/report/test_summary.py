@@ -13,7 +13,7 @@ from slipstream.learner.feed.judged_groups import StepCounts
 from slipstream.learner.report import summary
 from slipstream.learner.report.journal import Journal
 from slipstream.learner.report.records import PublicationRecord, StepRecord, StepTimes
-from slipstream.learner.training.trainer import StepMetrics
+from slipstream.learner.training.base import StepMetrics
 from slipstream.protocol.messages import LearnerReport, Server
 from slipstream.protocol.status import Cause, WorkerStatus
 from slipstream.weight_sync.fleet.publications import PublishRecord

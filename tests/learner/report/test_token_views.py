@@ -13,7 +13,8 @@ from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
 from slipstream.learner.model.policy import Policy
 from slipstream.learner.report import token_views
 from slipstream.learner.report.token_views import with_tokens
-from slipstream.learner.training.trainer import Scores, Trainer
+from slipstream.learner.training.base import Scores
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.messages import Group, Rollout
 from slipstream.protocol.rollouts import RolloutView
 from tests.kit import LEARNER, config, group, segment
@@ -56,7 +57,7 @@ def test_each_token_has_the_log_prob_that_the_learner_gave_it_in_the_step(
     assert draft.add([LeasedGroup(of, 1) for of in groups]) == {}
     batch = draft.finish()
     policy = copy.deepcopy(make_policy())
-    trainer = Trainer(policy, run.learner, longest=64)
+    trainer = PolicyTrainer(policy, run.learner, longest=64)
     before = {
         of.ticket_id: [[trainer.score(s.token_ids.tolist()) for s in r.segments] for r in of.rollouts] for of in groups
     }

@@ -12,7 +12,8 @@ from slipstream.learner.algorithm import corrections
 from slipstream.learner.algorithm.corrections import ProximalInputs
 from slipstream.learner.feed.packing import pack
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.training.trainer import DivergedError, StepMetrics, Trainer
+from slipstream.learner.training.base import DivergedError, StepMetrics
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import sample, step_rollouts
 
@@ -21,11 +22,11 @@ ROLLOUTS = step_rollouts(SAMPLES)
 ROWS = pack(SAMPLES, 70)
 
 
-def trainer(policy: Policy, **settings: Any) -> Trainer:
-    return Trainer(policy, LearnerSection(**{"learning_rate": 1e-2, **settings}), longest=64)
+def trainer(policy: Policy, **settings: Any) -> PolicyTrainer:
+    return PolicyTrainer(policy, LearnerSection(**{"learning_rate": 1e-2, **settings}), longest=64)
 
 
-def weights(of: Trainer) -> list[torch.Tensor]:
+def weights(of: PolicyTrainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in of.policy.parameters()]
 
 
@@ -83,16 +84,16 @@ def test_an_update_that_diverges_ends_the_step_and_in_the_first_one_nothing_has_
     make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moving = trainer(make_policy(), num_iterations=3)
-    update, made = Trainer._update, 0
+    update, made = PolicyTrainer._update, 0
 
-    def failing(of: Trainer, *given: Any) -> tuple[StepMetrics, Any]:
+    def failing(of: PolicyTrainer, *given: Any) -> tuple[StepMetrics, Any]:
         nonlocal made
         made += 1
         if made in (3, 4):
             raise DivergedError("not finite")
         return update(of, *given)
 
-    monkeypatch.setattr(Trainer, "_update", failing)
+    monkeypatch.setattr(PolicyTrainer, "_update", failing)
     assert moving.step(ROWS, ROLLOUTS).beside["updates"] == 2
     with pytest.raises(DivergedError):
         moving.step(ROWS, ROLLOUTS)

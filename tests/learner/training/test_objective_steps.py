@@ -17,7 +17,8 @@ from slipstream.learner.algorithm.objectives import OBJECTIVES
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, pack, pack_row
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.learner.training.base import StepMetrics
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 from tests.kit.messages import VOCABULARY
@@ -33,7 +34,7 @@ def segments() -> list[Sample]:
 
 def step(policy: Policy, rows: list[PackedRow], rollouts: StepRollouts, **settings: Any) -> StepMetrics:
     """One step whose gradients stay in the policy, unclipped."""
-    trainer = Trainer(policy, LearnerSection(max_grad_norm=1e9, **settings), longest=64)
+    trainer = PolicyTrainer(policy, LearnerSection(max_grad_norm=1e9, **settings), longest=64)
     trainer.optimiser.zero_grad = lambda: None
     return trainer.step(rows, rollouts)
 

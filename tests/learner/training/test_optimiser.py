@@ -20,7 +20,7 @@ from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Policy, Scoring
 from slipstream.learner.training import optimiser
 from slipstream.learner.training.optimiser import MuonWithAdamW
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import ConfigError, LearnerSection, ModelSection
 from slipstream.protocol.config.sections.learner import OptimiserName
 from tests.kit.learner import sample, step_rollouts
@@ -31,7 +31,7 @@ NAMES = get_args(OptimiserName)
 HERE = ("adamw_torch_fused", "adamw_torch", "adafactor", "muon", "sgd", "adagrad", "rmsprop")
 
 
-def train(trainer: Trainer, steps: range) -> list[float]:
+def train(trainer: PolicyTrainer, steps: range) -> list[float]:
     rates = []
     for step in steps:
         samples = [sample(12, 3, 10 * step + i, rollout=i) for i in range(4)]
@@ -39,7 +39,7 @@ def train(trainer: Trainer, steps: range) -> list[float]:
     return rates
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in trainer.policy.named_weights()}
 
 
@@ -48,14 +48,14 @@ def section(optim: str, **more: Any) -> LearnerSection:
     return LearnerSection(**given)
 
 
-def saved(trainer: Trainer, model_path: Path, tmp_path: Path, step: int) -> checkpoint.Checkpoint:
+def saved(trainer: PolicyTrainer, model_path: Path, tmp_path: Path, step: int) -> checkpoint.Checkpoint:
     sources = Sources(ModelSection(path=str(model_path)))
     return checkpoint.save(tmp_path, CheckpointInfo(step, step), trainer, sources, keep=1)
 
 
-def resumed(found: checkpoint.Checkpoint, learner: LearnerSection) -> Trainer:
+def resumed(found: checkpoint.Checkpoint, learner: LearnerSection) -> PolicyTrainer:
     path = str(found.model_path)
-    trainer = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), learner, 64)
+    trainer = PolicyTrainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), learner, 64)
     checkpoint.restore(found, trainer)
     return trainer
 
@@ -69,7 +69,7 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     make_policy: MakePolicy, model_path: Path, tmp_path: Path, optim: str
 ) -> None:
     learner = section(optim, lr_scheduler_type="cosine")
-    whole, half = Trainer(make_policy(), learner, 64), Trainer(make_policy(), learner, 64)
+    whole, half = PolicyTrainer(make_policy(), learner, 64), PolicyTrainer(make_policy(), learner, 64)
     before = weights(whole)
     rates = train(whole, range(4))
     train(half, range(2))
@@ -82,7 +82,7 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
 
 
 def test_adamw_is_what_it_was_to_the_bit(make_policy: MakePolicy) -> None:
-    trainer = Trainer(make_policy(), section("adamw_torch_fused", warmup_steps=0), 64)
+    trainer = PolicyTrainer(make_policy(), section("adamw_torch_fused", warmup_steps=0), 64)
     reference = make_policy()
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     vectors = [p for p in reference.parameters() if p.ndim < 2]
@@ -105,7 +105,7 @@ def test_adamw_is_what_it_was_to_the_bit(make_policy: MakePolicy) -> None:
 def test_a_changed_rate_schedule_and_decay_are_used_from_the_step_on(
     make_policy: MakePolicy, model_path: Path, tmp_path: Path
 ) -> None:
-    first = Trainer(make_policy(), section("adamw_torch"), 64)
+    first = PolicyTrainer(make_policy(), section("adamw_torch"), 64)
     train(first, range(4))
     found = saved(first, model_path, tmp_path, 4)
     changed = section("adamw_torch_fused", learning_rate=4e-3, weight_decay=0.2, lr_scheduler_type="linear")
@@ -123,7 +123,7 @@ def test_a_changed_rate_schedule_and_decay_are_used_from_the_step_on(
 def test_another_optimiser_starts_anew_at_the_schedule_s_step(
     make_policy: MakePolicy, model_path: Path, tmp_path: Path
 ) -> None:
-    first = Trainer(make_policy(), section("adamw_torch"), 64)
+    first = PolicyTrainer(make_policy(), section("adamw_torch"), 64)
     train(first, range(4))
     found = saved(first, model_path, tmp_path, 4)
     learner = section("muon", lr_scheduler_type="linear")
@@ -192,7 +192,7 @@ def test_an_argument_that_changed_is_used_from_the_step_on_and_memory_is_lost_on
 def saved_with(
     learner: LearnerSection, make_policy: MakePolicy, model_path: Path, tmp_path: Path
 ) -> checkpoint.Checkpoint:
-    trainer = Trainer(make_policy(), learner, 64)
+    trainer = PolicyTrainer(make_policy(), learner, 64)
     train(trainer, range(2))
     return saved(trainer, model_path, tmp_path, 2)
 
@@ -284,7 +284,7 @@ def test_8_bits_are_asked_of_bitsandbytes_but_for_embeddings(
         optimiser.build_optimiser(make_policy(), learner)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     policy = make_policy()
-    trainer = Trainer(policy, learner, 64)
+    trainer = PolicyTrainer(policy, learner, 64)
     stepper = trainer.optimiser.optimizer
     assert isinstance(stepper, AdamWOfBitsAndBytes)
     assert (stepper.bits, stepper.paged, stepper.block_wise) == (8, True, False)

@@ -12,7 +12,7 @@ import torch
 from slipstream.learner.feed.packing import Sample, pack
 from slipstream.learner.feed.recorded_experts import RoutedLayers
 from slipstream.learner.report.sampler_checks import no_experts_warning
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.messages import RoutedExperts, Segment
 from tests.kit.learner import step_rollouts
@@ -44,7 +44,7 @@ def test_what_replay_changes_is_measured_every_so_many_steps(tmp_path: Path) -> 
     torch.manual_seed(0)
     policy = policy_of(MIXTURES["Qwen3-MoE"](), tmp_path / "b")
     section = LearnerSection(router_replay=True, router_replay_check_every=2, learning_rate=1e-9)
-    trainer = Trainer(policy, section, 64)
+    trainer = PolicyTrainer(policy, section, 64)
     rows = pack(items[1:], 400)
     found = [trainer.step(rows, step_rollouts(items)).beside for _ in range(3)]
     assert [MEASURED[0] in of for of in found] == [True, False, True]

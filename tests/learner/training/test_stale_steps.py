@@ -13,7 +13,8 @@ import torch
 
 from slipstream.learner.feed.packing import PackedRow, Sample, pack
 from slipstream.learner.model.policy import Policy
-from slipstream.learner.training.trainer import StepMetrics, Trainer
+from slipstream.learner.training.base import StepMetrics
+from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
@@ -57,7 +58,7 @@ def samples(make_policy: Callable[..., Policy]) -> list[Sample]:
 def steps(policy: Policy, settings: dict[str, Any], samples: list[Sample], budgets: list[int]) -> list[Step]:
     """A step with each token budget."""
     section = LearnerSection(**{"learning_rate": 0.002, "max_grad_norm": 1e9, **settings})
-    trainer = Trainer(copy.deepcopy(policy), section, longest=64)
+    trainer = PolicyTrainer(copy.deepcopy(policy), section, longest=64)
     taken, forwards = [], 0
 
     def count(*_: object) -> None:

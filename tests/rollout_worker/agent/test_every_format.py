@@ -16,8 +16,8 @@ from slipstream.rollout_worker.episodes.capacity import Capacity
 from slipstream.rollout_worker.episodes.episode import EpisodeSetup
 from slipstream.rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan
 from slipstream.rollout_worker.inference.router import Affinity
-from slipstream.rollout_worker.inference.wire import Sampled, SampledSpan
 from slipstream.rollout_worker.tools.toolbox import ToolBox
 from tests import kit
 from tests.kit import renderer_cases, template_cases

@@ -15,8 +15,8 @@ from slipstream.rollout_worker.agent.session import AgentContext
 from slipstream.rollout_worker.episodes.capacity import Capacity
 from slipstream.rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan
 from slipstream.rollout_worker.inference.router import Affinity
-from slipstream.rollout_worker.inference.wire import Sampled, SampledSpan
 from tests import kit
 from tests.kit.agent import MULTIPLY, results_of
 from tests.kit.worker import TOKENIZER, chat_format, until

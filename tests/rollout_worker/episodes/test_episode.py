@@ -19,9 +19,9 @@ from slipstream.rollout_worker.episodes.capacity import Capacity
 from slipstream.rollout_worker.episodes.episode import EpisodeSetup, whole_conversation
 from slipstream.rollout_worker.episodes.limits import EpisodeLimits
 from slipstream.rollout_worker.episodes.runner import MAX_SEGMENTS, EpisodeRunner
+from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan
 from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from slipstream.rollout_worker.inference.router import Affinity
-from slipstream.rollout_worker.inference.wire import Sampled, SampledSpan
 from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.rollout_worker.user_code import UserCode
 from tests.kit import config

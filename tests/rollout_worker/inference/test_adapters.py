@@ -10,7 +10,7 @@ import pytest
 from slipstream.protocol.messages import ServerState
 from slipstream.protocol.versions import name_of, version_of
 from slipstream.rollout_worker.inference.client import InferenceClient
-from slipstream.rollout_worker.inference.wire import SampledSpan
+from slipstream.rollout_worker.inference.engine import SampledSpan
 from tests.kit.fake_vllm import serving
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.stand_in_queue import serving_at

@@ -8,14 +8,14 @@ import pytest
 
 from slipstream.protocol import codec, reasons
 from slipstream.protocol.messages import RoutedExperts, Segment
-from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.episodes.episode import SegmentDraft
-from slipstream.rollout_worker.inference.experts import known_until, recorded_experts
+from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan
+from slipstream.rollout_worker.inference.experts import RecordedExperts, known_until
 from slipstream.rollout_worker.inference.failures import BadSample
 from slipstream.rollout_worker.inference.pool import ServerPool
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import Sampler
-from slipstream.rollout_worker.inference.wire import Logprob, Logprobs, SampledChoice, WeightVersion
+from slipstream.rollout_worker.inference.wire import recorded_experts
 from tests.kit import WORKER, config
 from tests.kit.stand_in_queue import serving_at
 from tests.kit.worker import END_OF_TURN
@@ -64,27 +64,39 @@ def test_i8_anything_else_spoils_the_sample(text):
     assert error.value.reason == reasons.BAD_EXPERTS
 
 
-class Client:
-    """Answers as vLLM does: the first request is aborted after two tokens."""
+class Continued:
+    index = 0
+
+    def __init__(self, sampled):
+        self.token_ids = sampled.token_ids
+        self._sampled = sampled
+
+    def checked(self, known):
+        return self._sampled
+
+
+class RecordingEngine:
+    """Records experts. The first request is aborted after two tokens."""
 
     def __init__(self):
         self.asked = []
 
-    def model_at(self, url):
-        return SERVED_MODEL_NAME
-
-    async def generate(self, url, request, server=None):
-        start, prompt = request.sampling_params.routed_experts_prompt_start, len(request.token_ids)
+    async def generate(self, server, request):
+        start, prompt = request.experts_from, len(request.token_ids)
         self.asked.append((start, prompt))
+        if start is None:
+            start = 0
         aborted = len(self.asked) == 1
         tokens = [50, 51] if aborted else [52, END_OF_TURN]
-        yield SampledChoice(
-            index=0,
-            token_ids=tokens,
-            logprobs=Logprobs([Logprob(-0.5)] * 2),
-            finish_reason="abort" if aborted else "stop",
-            weight_versions=[WeightVersion("7", 0, 2)],
-            routed_experts=answer(ids_of(start, prompt + 1)),
+        recorded = RecordedExperts(start, ids_of(start, prompt + 1))
+        yield Continued(
+            Sampled(
+                tokens,
+                [-0.5] * 2,
+                [SampledSpan(7, 0, 2, server.name)],
+                "abort" if aborted else "stop",
+                [] if request.experts_from is None else [recorded],
+            )
         )
 
 
@@ -98,7 +110,7 @@ def sampler_of(client, **learner):
 
 
 async def test_each_token_is_asked_for_once_over_aborts_and_turns():
-    client = Client()
+    client = RecordingEngine()
     sampler, draft, affinity = sampler_of(client, router_replay=True), SegmentDraft([1, 2, 3]), Affinity()
     draft.add([], await sampler.sample(affinity, draft.ids, 8))
     assert client.asked == [(0, 3), (4, 5)]
@@ -113,7 +125,7 @@ async def test_each_token_is_asked_for_once_over_aborts_and_turns():
 
 
 async def test_a_run_without_replay_keeps_none_and_its_groups_are_on_the_wire_as_before():
-    client, draft = Client(), SegmentDraft([1, 2, 3])
+    client, draft = RecordingEngine(), SegmentDraft([1, 2, 3])
     draft.add([], await sampler_of(client).sample(Affinity(), draft.ids, 8))
     segment = draft.segment(["vllm-0"])
     assert segment.experts is None

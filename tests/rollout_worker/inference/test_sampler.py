@@ -6,11 +6,11 @@ import pytest
 
 from slipstream.protocol.messages import ServerState
 from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.engine import SampledSpan
 from slipstream.rollout_worker.inference.failures import EpisodeFailed
 from slipstream.rollout_worker.inference.pool import ServerPool
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import Sampler
-from slipstream.rollout_worker.inference.wire import SampledSpan
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.stand_in_queue import serving_at

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan
 from slipstream.rollout_worker.inference.failures import (
     BadSample,
     RequestRejected,
@@ -17,9 +18,7 @@ from slipstream.rollout_worker.inference.wire import (
     Asked,
     Logprob,
     Logprobs,
-    Sampled,
     SampledChoice,
-    SampledSpan,
     WeightVersion,
     join,
     sampled_of,
@@ -159,7 +158,7 @@ def test_streamed_parts_join_to_the_whole():
 
 def sent(max_tokens=16, n=1, stream_interval=None, **rollout):
     """The sampling parameters as they are on the wire."""
-    made = sampling_params(config(rollout=rollout), [2], max_tokens, n, stream_interval)
+    made = sampling_params(config(rollout=rollout).rollout, [2], max_tokens, n, stream_interval)
     return msgspec.json.decode(msgspec.json.encode(made))
 
 

@@ -8,7 +8,7 @@ import torch
 from slipstream.learner.model.adapter import AdapterAlone
 from slipstream.protocol.versions import version_of
 from slipstream.weight_sync.fleet import adapter_publication
-from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed
 from slipstream.weight_sync.transports.base import TransferError
 from slipstream.weight_sync.weights.snapshot import Snapshot

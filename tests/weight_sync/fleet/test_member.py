@@ -17,7 +17,7 @@ from slipstream.weight_sync.fleet.member import Member
 from slipstream.weight_sync.fleet.member_state import CallFailed
 from slipstream.weight_sync.fleet.publications import Publications
 from slipstream.weight_sync.fleet.snapshots import Snapshots
-from slipstream.weight_sync.server.control import ControlError
+from slipstream.weight_sync.server.engine import ControlError
 from tests.kit import config
 
 DRAINS = Server("a", "http://a", ServerState.DRAINING, 3, changed_at=7.0)

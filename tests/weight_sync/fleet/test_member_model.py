@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from slipstream.protocol.engine import EngineState
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.rollout_queue.ledger.records import Refusal, ServerRecord
 from slipstream.rollout_queue.ledger.server_registry import ServerRegistry
@@ -24,7 +25,6 @@ from slipstream.weight_sync.fleet.decisions import Lag
 from slipstream.weight_sync.fleet.eligibility import Ineligible
 from slipstream.weight_sync.fleet.member_state import Decision, Event, MemberState, Tell, Weights
 from slipstream.weight_sync.fleet.publications import ServerMetrics
-from slipstream.weight_sync.server.answers import EngineState
 
 SERVING, QUARANTINED, JOINING = ServerState.SERVING, ServerState.QUARANTINED, ServerState.JOINING
 METRICS = ServerMetrics(0.1, 0.01, 0.2, 1e-6)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as with_
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from slipstream.protocol.engine import COMPUTES, NO_ANSWER, STOPPED, EngineState
 from slipstream.protocol.messages import Proof, Server, ServerState
 from slipstream.weight_sync.fleet.decisions import Lag
 from slipstream.weight_sync.fleet.eligibility import Ineligible
@@ -34,16 +34,14 @@ from slipstream.weight_sync.fleet.member_state import (
     decide,
 )
 from slipstream.weight_sync.fleet.publications import ServerMetrics
-from slipstream.weight_sync.server.answers import EngineState
-from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED
 
 S = ServerState
 V1, V2 = Weights(1, "run:1"), Weights(2, "run:2")
 METRICS = ServerMetrics(0.1, 0.01, 0.2, 1e-6)
 ENGINE = EngineState("boot", "run:1", False, True, True, "none", 1, "gloo")
-SWAPPED, RESTARTED = with_(ENGINE, label="run:2"), with_(ENGINE, boot="other", label="default")
-BY_PERSON = with_(ENGINE, paused=True, pause_owner="person")
-STUCK = with_(ENGINE, stuck="no step for 10 s")
+SWAPPED, RESTARTED = replace(ENGINE, label="run:2"), replace(ENGINE, boot="other", label="default")
+BY_PERSON = replace(ENGINE, paused=True, pause_owner="person")
+STUCK = replace(ENGINE, stuck="no step for 10 s")
 
 FIRST = MemberState(Server("a", "http://a"), 8, target=V1, answers=True)
 SERVES = replace(
@@ -118,7 +116,13 @@ ROWS: list[tuple[str, MemberState, Event, list[Any], str]] = [
         "wait",
     ),
     ("the proof could not be asked", PUBLISHES, CallFailed(1, V2, "lost", engine=SWAPPED), [S.SYNCING], "wait"),
-    ("half loaded", PUBLISHES, CallFailed(1, V2, "", engine=with_(ENGINE, whole=False)), [(S.QUARANTINED, 2)], "wait"),
+    (
+        "half loaded",
+        PUBLISHES,
+        CallFailed(1, V2, "", engine=replace(ENGINE, whole=False)),
+        [(S.QUARANTINED, 2)],
+        "wait",
+    ),
     ("left paused", PUBLISHES, CallFailed(1, V2, "lost", left_paused=True), [(S.QUARANTINED, 2)], "wait"),
     ("given up", PUBLISHES, CallFailed(1, V2, "given up"), [], "wait"),
     ("asked again in vain", PROVES, CallFailed(1, V2, "lost"), [S.SYNCING], "wait"),
@@ -134,7 +138,7 @@ ROWS: list[tuple[str, MemberState, Event, list[Any], str]] = [
     ),
     ("unproven was never swapped in", process(BEHIND, unproven=V2), Answered(1, ENGINE, "run"), [], "publish"),
     ("it restarted", SERVES, Answered(1, RESTARTED, "run"), [S.JOINING], "wait"),
-    ("weights of another origin", SERVES, Answered(1, with_(ENGINE, label="x:9"), "run"), [S.JOINING], "wait"),
+    ("weights of another origin", SERVES, Answered(1, replace(ENGINE, label="x:9"), "run"), [S.JOINING], "wait"),
     ("of another run", SERVES, Answered(1, ENGINE, "run", Ineligible("since 1 s", "x")), [S.DOWN], "wait"),
     (
         "of another run still",
@@ -157,11 +161,11 @@ ROWS: list[tuple[str, MemberState, Event, list[Any], str]] = [
     ("it does not step", replace(process(STANDS, must_step=True), call="generate"), Generated(1, False), [], "wait"),
     ("it goes on", STANDS, Answered(1, ENGINE, "run"), [S.SYNCING, (S.SERVING, 1)], "wait"),
     ("it goes on, behind", replace(STANDS, target=V2), Answered(1, ENGINE, "run"), [], "publish"),
-    ("slow", SERVES, Answered(1, with_(ENGINE, step_s=5.0), "run"), [(S.SERVING, 1)], "wait"),
+    ("slow", SERVES, Answered(1, replace(ENGINE, step_s=5.0), "run"), [(S.SERVING, 1)], "wait"),
     (
         "slow before it serves",
         replace(FIRST, call="look"),
-        Answered(1, with_(ENGINE, step_s=5.0), "run"),
+        Answered(1, replace(ENGINE, step_s=5.0), "run"),
         [],
         "publish",
     ),
@@ -288,7 +292,7 @@ def test_what_the_queue_is_told() -> None:
     )
     _, (told,) = decide(SERVES, silent("it ended", hopeless=True))
     assert told.reason == "its engine does not answer: http://a: it ended"
-    state, (_, told) = decide(SERVES, Answered(1, with_(ENGINE, step_s=5.0), "run"))
+    state, (_, told) = decide(SERVES, Answered(1, replace(ENGINE, step_s=5.0), "run"))
     assert state.slow == "its engine takes up to 5 s for a step: lower vllm.max_num_seqs = 8"
     state, _ = decide(state, silent(now=20.0))
     assert state.slow is None, "the remedy for long steps is none for a server that makes no step"

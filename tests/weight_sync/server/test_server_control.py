@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 
 
@@ -85,6 +87,34 @@ async def test_an_answer_of_another_kind_of_server_is_an_error() -> None:
             await control.weight_label()
         with pytest.raises(ControlError, match=r"/weight_info: the answer \{\} holds no weight_version"):
             await control.weight_label()
+
+
+CALLS: dict[str, Callable[[ServerControl], Awaitable[object]]] = {
+    "GET /slipstream/state": lambda control: control.state(),
+    "POST /slipstream/staged": lambda control: control.staged(0.0),
+    "POST /slipstream/swap": lambda control: control.swap("1", clear_cache=False),
+    "POST /slipstream/layers": lambda control: control.layers("1"),
+    "POST /slipstream/score": lambda control: control.score([[1, 2]]),
+    "GET /slipstream/adapters": lambda control: control.adapters(),
+}
+
+
+@pytest.mark.parametrize(
+    "answer", ["null", "[]", "7", '"ok"', "{}", '{"stage": "done", "wrong": 3, "engines": [[["x"]]]}']
+)
+@pytest.mark.parametrize("route", CALLS)
+async def test_i8_an_answer_that_is_no_message_is_one_error_that_quotes_it(route: str, answer: str) -> None:
+    from aiohttp import web
+
+    async def foreign(request: web.Request) -> web.Response:
+        return web.Response(text=answer, content_type="application/json")
+
+    fake, (method, path) = FakeVllm(dev_mode=False), route.split()
+    fake.app.add_routes([web.route(method, path, foreign)])
+    async with serving(fake) as url, ServerControl(url, 5) as control:
+        with pytest.raises(ControlError, match=rf"{path}: the answer .* is no [A-Z]\w+: ") as error:
+            await CALLS[route](control)
+    assert error.value.answered
 
 
 @pytest.mark.parametrize("updating", [False, True])

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed, ServerProof
 from slipstream.weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 from tests.kit.fake_vllm import FakeVllm, Fault, serving

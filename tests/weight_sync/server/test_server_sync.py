@@ -13,7 +13,8 @@ import pytest
 from slipstream.protocol.config import WeightSyncSection
 from slipstream.weight_sync.fleet.server_publication import ServerSync
 from slipstream.weight_sync.server import cancellation
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.proof import ProofFailed
 from slipstream.weight_sync.transports.base import TransferError, build_transport
 from slipstream.weight_sync.weights.snapshot import Snapshot

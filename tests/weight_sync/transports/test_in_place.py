@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from slipstream.weight_sync.fleet.server_publication import ServerSync
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError, Engine
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import TransferError
 from slipstream.weight_sync.weights.snapshot import Snapshot
@@ -226,7 +227,7 @@ async def test_i6_a_cancellation_once_the_model_is_whole_resumes_the_server_firs
 class OneCall(FakeTransport):
     """Stages beside generation, then has the server itself pause, exchange, label and resume in one call."""
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         await server.start_update()
         await server.update(snapshot.manifest.as_dict())
         body = {"label": snapshot.label, "clear_cache": pause.clear_cache}

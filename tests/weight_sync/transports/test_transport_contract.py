@@ -14,7 +14,8 @@ import torch
 
 from slipstream.protocol.config import WeightSyncSection
 from slipstream.weight_sync.server import cancellation
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import TransferError, Transport, build_transport
 from slipstream.weight_sync.transports.gpu import communicator, ipc

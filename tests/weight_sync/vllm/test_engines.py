@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.protocol.engine import LayerFindings, Scores, Swap
 from slipstream.weight_sync.vllm import engines, routes
 from slipstream.weight_sync.vllm.engine import engine_core
 from slipstream.weight_sync.vllm.engine_state import RouteError, status_of
@@ -81,14 +82,14 @@ class Client:
         self.order.append("resume")
 
 
-async def swap(client: Client) -> dict[str, Any]:
+async def swap(client: Client) -> Swap:
     return await routes.swap(client, {"label": "r:2"})
 
 
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "mixture"])
 async def test_all_engines_swap_and_those_of_a_mixture_stand_still_before_the_first_does(is_moe: bool) -> None:
     client = Client(is_moe)
-    assert (await swap(client))["exchange_s"] == 0.002
+    assert (await swap(client)).exchange_s == 0.002
     assert [core.label for core in client.cores] == ["r:2", "r:2"]
     assert all("slipstream_exchange" in core.done for core in client.cores)
     mixture = ["slipstream_workers", "pause", "slipstream_exchange", "resume"]
@@ -144,10 +145,10 @@ async def test_a_worker_that_raises_is_told_with_its_engine() -> None:
 
 async def test_a_label_that_engines_do_not_share_is_no_label_of_a_run() -> None:
     client = Client()
-    assert (await routes.state(client, {}))["label"] == "r:1"
+    assert (await routes.state(client, {})).label == "r:1"
     client.cores[1].label = "default"
     state = await routes.state(client, {})
-    assert state["label"] == "engine 0: r:1, engine 1: default"
+    assert state.label == "engine 0: r:1, engine 1: default"
     with pytest.raises(RouteError, match=r"weights 'engine 0: r:1, engine 1: default' serve, not 'r:1'"):
         await routes.layers(client, {"label": "r:1"})
 
@@ -161,7 +162,7 @@ async def test_engines_in_the_middle_of_a_swap_do_not_differ() -> None:
     await client.asked.wait()
     client.cores[0].label = "r:2"
     status.swapped.set()
-    assert (await asking)["label"] == "r:2"
+    assert (await asking).label == "r:2"
 
 
 async def test_one_engine_that_is_paused_or_started_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,24 +170,24 @@ async def test_one_engine_that_is_paused_or_started_again_is_seen(monkeypatch: p
 
     client = Client()
     before = await routes.state(client, {})
-    assert not before["paused"]
+    assert not before.paused
     client.cores[1].pause_state = PauseState.PAUSED_NEW
-    assert (await routes.state(client, {}))["paused"]
+    assert (await routes.state(client, {})).paused
     answers = iter([{"boot": "e0"}, {"boot": "e1"}])
     other = engine_core.state(client.cores[0])
     monkeypatch.setattr(engine_core, "state", lambda core: {**other, **next(answers)})
-    assert (await routes.state(client, {}))["boot"].endswith("-e0-e1")
+    assert (await routes.state(client, {})).boot.endswith("-e0-e1")
 
 
 async def test_every_engine_is_scored_and_every_workers_layers_count() -> None:
     client = Client()
     client.cores[1].answers["slipstream_score"] = [{"logprobs": [[-2.0]]}, {"logprobs": [[-2.0]]}]
     scored = await routes.score(client, {"token_ids": [[1, 2]]})
-    assert scored == {"engines": [[[-1.0]], [[-2.0]]]}
+    assert scored == Scores([[[-1.0]], [[-2.0]]])
     wrong = {"checked": 4, "wrong": ["mlp.weight"], "unread": []}
     client.cores[1].answers["slipstream_layers"] = [{"checked": 4, "wrong": [], "unread": []}, wrong]
     found = await routes.layers(client, {"label": "r:1"})
-    assert found == {"checked": 16, "wrong": ["engine 1, worker 1: mlp.weight"], "unread": []}
+    assert found == LayerFindings(16, ["engine 1, worker 1: mlp.weight"], [])
     client.cores[1].answers["slipstream_score"] = [{"cannot": "its engines step together"}] * 2
     with pytest.raises(RouteError, match="its engines step together") as refused:
         await routes.score(client, {"token_ids": [[1, 2]]})
@@ -204,4 +205,4 @@ async def test_a_server_that_cannot_be_controlled_says_how_to_start_it(flags: di
     client = Client()
     vars(client.vllm_config.parallel_config).update(flags)
     state = await routes.state(client, {})
-    assert re.search(remedy, state["reason"])
+    assert re.search(remedy, state.reason)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.protocol.engine import EngineState
 from slipstream.weight_sync.fleet.eligibility import find_lost_weights, of_another_run
-from slipstream.weight_sync.server.answers import EngineState
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.vllm import engine_state
 from slipstream.weight_sync.vllm.engine_state import SILENT_S, Owner
 from tests.kit.fake_vllm import FakeVllm, serving

@@ -11,9 +11,10 @@ import pytest
 from slipstream.deploy.servers import vllm_server
 from slipstream.protocol import access
 from slipstream.protocol.config import ConfigError
+from slipstream.protocol.messages import Server
 from slipstream.rollout_worker.inference.client import InferenceClient
+from slipstream.rollout_worker.inference.engine import TurnRequest
 from slipstream.rollout_worker.inference.failures import ServerUnfit
-from slipstream.rollout_worker.inference.wire import GenerateRequest, sampling_params
 from slipstream.weight_sync.vllm.guard import RequireToken
 from tests.kit import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
@@ -171,11 +172,10 @@ def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_
 
 async def test_i8_the_worker_sends_the_token() -> None:
     fake = FakeVllm(FakeEngine(policy=lambda ids, index: [5, 2], stop_token_ids=[2]), token="secret")
-    params = sampling_params(config(), [2], max_tokens=8, n=1, stream_interval=None)
-    request = GenerateRequest("policy", "r", [1, 2], params, cache_salt="1")
+    request = TurnRequest("r", [1, 2], 8, config().rollout, [2], "run")
     async with serving(fake) as url:
         async with InferenceClient(5, token="secret") as client:
-            assert [choice.token_ids async for choice in client.generate(url, request)]
+            assert [choice.token_ids async for choice in client.generate(Server("a", url), request)]
         async with InferenceClient(5) as client:
             with pytest.raises(ServerUnfit, match="Unauthorized"):
-                [choice async for choice in client.generate(url, request)]
+                [choice async for choice in client.generate(Server("a", url), request)]

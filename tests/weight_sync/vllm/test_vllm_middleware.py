@@ -22,8 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from slipstream.weight_sync.server.answers import ServerFacts
-from slipstream.weight_sync.server.control import COMPUTES, NO_ANSWER, STOPPED
+from slipstream.protocol.engine import COMPUTES, NO_ANSWER, STOPPED, ServerFacts, parse
 from slipstream.weight_sync.vllm import control_rules, engine_state
 from slipstream.weight_sync.vllm.engine_state import EngineStatus, Progress, status_of
 from slipstream.weight_sync.vllm.middleware import Slipstream
@@ -410,7 +409,7 @@ async def test_health_is_never_200_once_an_exchange_has_failed_even_if_asked_wit
 
 async def test_the_flags_that_a_run_depends_on_are_told() -> None:
     async with serving() as server:
-        facts = ServerFacts.from_route((await server.get("/slipstream/facts")).json())
+        facts = parse(ServerFacts, (await server.get("/slipstream/facts")).json())
     assert facts == ServerFacts(None, "policy", "raw_logprobs", "float32", 64, "gloo", scale_out=True, max_logprobs=20)
 
 

@@ -93,7 +93,7 @@ class Communicator:
 
         Args:
             timeout_s: Bound on each call, in seconds.
-            max_blocks: Blocks that a broadcast may use on the GPU. None: NCCL's own choice, as vLLM's ranks make it.
+            max_blocks: Blocks that a broadcast may use on the GPU. None: NCCL's own choice, as the server's make it.
         """
         self.stream = gpu.stream()
         self._gpu = gpu
@@ -108,7 +108,7 @@ class Communicator:
         return self._ended.is_set()
 
     def meet(self, unique_id: bytes, size: int, rank: int) -> None:
-        """Join the group of `unique_id` and sum one float32 over it, with which vLLM's workers begin.
+        """Join the group of `unique_id` and sum one float32 over it, with which the server's workers begin.
 
         Raises:
             NcclError: Not all `size` ranks came in time.

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.protocol.config import WeightSyncSection
 from slipstream.weight_sync.server.cancellation import gather, on_thread, shielded
-from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import Engine
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
 from slipstream.weight_sync.transports.gpu import communicator
@@ -107,7 +107,7 @@ class NcclTransport:
         self._buffer: torch.Tensor | None = None
         self.sent: Sent | None = None
 
-    async def connect(self, server: ServerControl, workers: int) -> None:
+    async def connect(self, server: Engine, workers: int) -> None:
         await server.end_transfer()
         self._gpu, joined = await self._link.open(workers)
         await gather(
@@ -124,7 +124,7 @@ class NcclTransport:
             self._link.meet(),
         )
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         group = self._link.group
         manifest = wire_order(snapshot.manifest)
         update = {"names": manifest.names, "dtype_names": manifest.dtypes, "shapes": manifest.shapes}

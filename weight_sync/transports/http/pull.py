@@ -2,7 +2,7 @@
 
 A chunk that broke off continues at the byte where it did, also in a later pull into the same buffer. A source that
 fails or is slow moves behind the others; one whose bytes are wrong is not asked again, unless it is the last (the
-learner). Needs no vLLM.
+learner).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker's end of the http transport. One worker of a host pulls into a buffer that the others map. Needs no vLLM.
+"""A worker's end of the http transport. One worker of a host pulls into a buffer that the others map.
 
 A pull that broke off leaves its buffer to the next connection of the same learner, which goes on with it: a line that
 is too slow for `weight_sync.timeout_s` brings a version in several tries.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slipstream.protocol.config import WeightSyncSection
-from slipstream.weight_sync.server.answers import Staged, Swap
+from slipstream.protocol.engine import Staged, Swap
 from slipstream.weight_sync.server.cancellation import on_thread
 from slipstream.weight_sync.server.control import ServerControl
 from slipstream.weight_sync.server.pause import Pause

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from slipstream.protocol.config import WeightSyncSection
+from slipstream.protocol.engine import EngineState, Staged, Swap
 from slipstream.weight_sync.server import pause
-from slipstream.weight_sync.server.answers import EngineState, Staged, Swap
 from slipstream.weight_sync.server.cancellation import on_thread
-from slipstream.weight_sync.server.control import ControlError, ServerControl
+from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.engine import ControlError
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import TransferError, Transport, build_transport
 from slipstream.weight_sync.transports.gpu import communicator, ipc

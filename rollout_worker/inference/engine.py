@@ -34,6 +34,26 @@ class OwnParams:
 
 AS_THE_RUN = OwnParams()
 
+# Fields of `rollout.generation_kwargs` that look at the tokens of a turn so far.
+_LOOK_BACK = ("structured_outputs", "thinking_token_budget", "bad_words", "repetition_detection")
+
+
+def looks_back(rollout: RolloutSection, own: OwnParams) -> bool:
+    """Return whether sampling depends on the tokens of the turn so far in other ways than by the policy.
+
+    Such a turn cannot go on in a second request, which takes them for a part of the prompt: a grammar would begin anew,
+    and a stop text over the seam would not be seen.
+    """
+    of_run = rollout.generation_kwargs
+    return bool(
+        own.form is not None
+        or own.stop
+        or rollout.stop
+        or rollout.presence_penalty
+        or rollout.frequency_penalty
+        or any(of_run.get(name) for name in _LOOK_BACK)
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
@@ -52,6 +72,7 @@ class TurnRequest:
         experts_from: First token of the prompt whose experts are wanted; None without `learner.router_replay`.
         images: Images in the prompt.
         exact: Whether each continuation has `max_tokens` tokens, whatever is sampled.
+        begun: Tokens at the end of the prompt that an earlier request sampled for the same turn.
     """
 
     id: str
@@ -66,6 +87,7 @@ class TurnRequest:
     experts_from: int | None = None
     images: Sequence[Placed] = ()
     exact: bool = False
+    begun: int = 0
 
 
 class SampledSpan(NamedTuple):

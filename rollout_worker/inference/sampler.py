@@ -19,7 +19,15 @@ from typing import Any
 from slipstream.protocol import reasons
 from slipstream.protocol.client import retry_pause_s
 from slipstream.protocol.config import RunConfig
-from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Engine, Known, OwnParams, Sampled, TurnRequest
+from slipstream.rollout_worker.inference.engine import (
+    AS_THE_RUN,
+    Engine,
+    Known,
+    OwnParams,
+    Sampled,
+    TurnRequest,
+    looks_back,
+)
 from slipstream.rollout_worker.inference.experts import known_until
 from slipstream.rollout_worker.inference.failures import (
     BadSample,
@@ -109,9 +117,10 @@ class Sampler:
     ) -> Sampled:
         """Sample a turn.
 
-        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers. One whose
-        server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another server; if
-        that one takes it, the first server is blamed.
+        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers, or begins
+        anew if its sampling looks back at them (`looks_back`). One whose server fails or leaves is sampled again. One
+        that a server refuses or spoils is tried once on another server; if that one takes it, the first server is
+        blamed.
 
         Args:
             prompt: Token ids to sample after.
@@ -132,7 +141,9 @@ class Sampler:
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
                 start = known_until(turn.experts) if turn.experts else known
-                part = await self._attempt(affinity, token_ids, room, pending, avoid, own, start, images)
+                part = await self._attempt(
+                    affinity, token_ids, room, pending, avoid, own, start, images, len(turn.token_ids)
+                )
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -160,6 +171,8 @@ class Sampler:
                 if len(turn.token_ids) >= max_tokens:
                     turn.finish_reason = "length"
                     return turn
+                if looks_back(self._config.rollout, own):
+                    turn = Sampled()
                 why = f"{affinity.server}: the request was aborted"
             pending = None
             self.retries += 1
@@ -183,12 +196,13 @@ class Sampler:
         own: OwnParams,
         known: int,
         images: Sequence[Placed],
+        begun: int,
     ) -> Sampled:
         """Return the turn from the pending request if there is one, else from a new request."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, known, images)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, known, images, begun)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
@@ -204,10 +218,11 @@ class Sampler:
         own: OwnParams,
         known: int,
         images: Sequence[Placed],
+        begun: int,
     ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(token_ids, max_tokens, 1, False, own, known, images)
+            request = self._request(token_ids, max_tokens, 1, False, own, known, images, begun)
             running.id = request.id
             async with aclosing(self._engine.generate(server, request)) as choices:
                 async for choice in choices:
@@ -294,6 +309,7 @@ class Sampler:
         own: OwnParams,
         known: int = 0,
         images: Sequence[Placed] = (),
+        begun: int = 0,
     ) -> TurnRequest:
         return TurnRequest(
             id=next(self._names),
@@ -307,6 +323,7 @@ class Sampler:
             own=own,
             experts_from=known if self._config.learner.router_replay else None,
             images=images,
+            begun=begun,
         )
 
     async def _give_time(self, failures: int) -> None:

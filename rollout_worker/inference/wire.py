@@ -79,8 +79,10 @@ def sampling_params(
     n: int,
     stream_interval: int | None,
     own: OwnParams = AS_THE_RUN,
+    begun: int = 0,
 ) -> SamplingParams:
-    """Return the sampling parameters of `n` turns of at most `max_tokens` tokens: the run's, but for `own`.
+    """Return the sampling parameters of `n` turns of at most `max_tokens` more tokens after `begun` of their own: the
+    run's, but for `own`.
 
     vLLM searches the text for stop strings. So it has to make the text, with special tokens, as a tag may be one.
     """
@@ -96,7 +98,7 @@ def sampling_params(
     stops = [*rollout.stop, *own.stop]
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
     # vLLM refuses a turn of fewer tokens, such as the last one of an episode.
-    further["min_tokens"] = min(further["min_tokens"], max_tokens)
+    further["min_tokens"] = min(max(0, further["min_tokens"] - begun), max_tokens)
     if own.form is not None:
         further["structured_outputs"] = own.form
     # Another temperature is an evaluation's, which is not learnt from; at 0 vLLM tells no mask.
@@ -160,7 +162,7 @@ def request_of(turn: TurnRequest, model: str, weights: str | int | None) -> Gene
         weights: Names the weights, whose cached keys and values nothing else may use.
     """
     interval = _ONE_CHUNK if turn.stream else None
-    params = sampling_params(turn.rollout, turn.stop_token_ids, turn.max_tokens, turn.n, interval, turn.own)
+    params = sampling_params(turn.rollout, turn.stop_token_ids, turn.max_tokens, turn.n, interval, turn.own, turn.begun)
     params.routed_experts_prompt_start = turn.experts_from or 0
     if turn.exact:
         params.min_tokens = turn.max_tokens

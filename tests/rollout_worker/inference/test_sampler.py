@@ -4,9 +4,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from slipstream.protocol.config.sections.sampling import StructuredOutputs
 from slipstream.protocol.messages import ServerState
 from slipstream.rollout_worker.inference.client import InferenceClient
-from slipstream.rollout_worker.inference.engine import SampledSpan
+from slipstream.rollout_worker.inference.engine import OwnParams, SampledSpan
 from slipstream.rollout_worker.inference.failures import EpisodeFailed
 from slipstream.rollout_worker.inference.pool import ServerPool
 from slipstream.rollout_worker.inference.router import Affinity
@@ -27,7 +28,7 @@ def counting(token_ids, index):
 
 
 class Setup:
-    def __init__(self, client, fakes, urls, stream_first_turn=True, abort_grace_s=30.0, **sections):
+    def __init__(self, client, fakes, urls, stream_first_turn=True, abort_grace_s=30.0, rollout=None, **sections):
         self.fakes = fakes
         self.urls = urls
         self.stale = []
@@ -48,7 +49,7 @@ class Setup:
         self.sampler = Sampler(
             client,
             self.pool,
-            config(WORKER, rollout={"temperature": 0.9}, **sections),
+            config(WORKER, rollout={"temperature": 0.9, **(rollout or {})}, **sections),
             [END_OF_TURN],
             stream_first_turn,
             random.Random(0),
@@ -390,6 +391,41 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
     assert turn.token_ids == TURN
     assert turn.spans == [SampledSpan(7, 0, 5, "vllm-0")]
     assert s.slept == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"generation_kwargs": {"structured_outputs": {"regex": "[0-9]{200}"}}},
+        {"generation_kwargs": {"bad_words": ["no way"]}},
+        {"generation_kwargs": {"thinking_token_budget": 8}},
+        {"stop": ["</answer>"]},
+    ],
+    ids=str,
+)
+async def test_an_aborted_turn_whose_sampling_looks_back_begins_anew(given):
+    """A grammar, a budget or a stop text over the seam would know nothing of the tokens so far."""
+    async with setup(Fault("abort", after=2), rollout={"accept_sampler_mismatch": True, **given}) as s:
+        turn = await s.turn()
+    first, second = s.fakes[0].requests
+    assert second["token_ids"] == first["token_ids"]
+    assert second["sampling_params"]["max_tokens"] == first["sampling_params"]["max_tokens"]
+    assert (turn.token_ids, turn.spans) == (TURN, [SampledSpan(7, 0, 5, "vllm-0")])
+
+
+async def test_an_aborted_turn_held_to_a_form_of_its_own_begins_anew():
+    own = OwnParams(form=StructuredOutputs(regex="[a-z]{9}"))
+    async with setup(Fault("abort", after=2)) as s:
+        turn = await s.sampler.sample(Affinity(), PROMPT, 16, own=own)
+    assert [request["token_ids"] for request in s.fakes[0].requests] == [PROMPT, PROMPT]
+    assert turn.token_ids == TURN
+
+
+async def test_the_rest_of_an_aborted_turn_needs_as_many_tokens_less():
+    kwargs = {"generation_kwargs": {"min_tokens": 5}, "accept_sampler_mismatch": True}
+    async with setup(Fault("abort", after=2), rollout=kwargs) as s:
+        await s.turn()
+    assert [request["sampling_params"].get("min_tokens", 0) for request in s.fakes[0].requests] == [5, 3]
 
 
 async def test_a_turn_that_is_aborted_at_its_end_is_not_continued():

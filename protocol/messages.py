@@ -220,6 +220,19 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
             are_equal([self.rollouts[number].reward for number in numbers]) for numbers in self.by_role().values()
         )
 
+    @property
+    def differs_by_function(self) -> bool:
+        """Whether a reward function that counts has told rollouts of a role apart; their sums may be equal."""
+        counted = {name for rollout in self.rollouts for name in rollout.reward_components}
+        counted = {name for name in counted if self.reward_weights.get(name, 1.0)}
+        for numbers in self.by_role().values():
+            of_role = [self.rollouts[number].reward_components for number in numbers]
+            for name in counted:
+                given = [value for components in of_role if (value := components.get(name)) is not None]
+                if not are_equal(given):
+                    return True
+        return False
+
     def versions(self) -> list[int]:
         """Return every policy version that sampled a token of this group, ascending."""
         return sorted(

@@ -185,11 +185,12 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     broker.registry.check_registered(broker.ledger.run, record.worker_id)
     rules = _rules(broker, evaluation)
     picked = recent_ones.wants(broker.now)
+    apart = broker.config.learner.advantage == "gdpo"
     if len(body) <= _MAX_BYTES_AT_ONCE:
-        arrival, outcome, shown = _read(body, record, rules, step, picked)
+        arrival, outcome, shown = _read(body, record, rules, step, picked, apart)
     else:
         async with broker.judging:
-            arrival, outcome, shown = await asyncio.to_thread(_read, body, record, rules, step, picked)
+            arrival, outcome, shown = await asyncio.to_thread(_read, body, record, rules, step, picked, apart)
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
@@ -212,13 +213,13 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
 
 
 def _read(
-    body: bytes, record: TicketRecord, rules: validation.Rules, step: int | None, picked: bool
+    body: bytes, record: TicketRecord, rules: validation.Rules, step: int | None, picked: bool, apart: bool
 ) -> tuple[validation.Arrival, GroupOutcome, list[windows.Shown] | None]:
     """Validate a group and say what became of it; where it is `picked`, return some of its rollouts for people
-    besides."""
+    besides. `apart`: whether advantages compare each reward function by itself."""
     arrival = validation.read(body, record, rules)
     shown = windows.pick_rollouts(arrival.group, step) if picked else None
-    return arrival, GroupOutcome.of(arrival.group), shown
+    return arrival, GroupOutcome.of(arrival.group, apart), shown
 
 
 def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | None:

@@ -156,7 +156,8 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     offered: bool = False
 
     @classmethod
-    def of(cls, group: Group) -> Self:
+    def of(cls, group: Group, apart: bool = False) -> Self:
+        """Make it of a group. `apart`: whether rewards are equal only if those of each function are."""
         rewards = [rollout.reward for rollout in group.rollouts]
         counts: defaultdict[tuple[str, str], float] = defaultdict(float)
         for rollout in group.rollouts:
@@ -168,7 +169,8 @@ class GroupOutcome(msgspec.Struct, frozen=True):
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
         callers = sum(rollout.tool_calls > 0 for rollout in group.rollouts)
         offered = any(TOOLS_OFFERED in rollout.metrics for rollout in group.rollouts)
-        return cls(fmean(rewards), group.is_flat, dict(finished), tools, callers, offered)
+        equal = group.is_flat and not (apart and group.differs_by_function)
+        return cls(fmean(rewards), equal, dict(finished), tools, callers, offered)
 
 
 def _tool_counts(tool: str, counts: Mapping[tuple[str, str], float]) -> ToolCounts:

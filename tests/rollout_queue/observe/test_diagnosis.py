@@ -414,6 +414,25 @@ def test_an_outcome_tells_the_tools_own_failures_from_wrong_calls() -> None:
     assert (of.reward, of.equal, of.finished) == (0.5, False, {"stop": 2})
 
 
+@pytest.mark.parametrize(
+    ("short", "right", "weights", "equal"),
+    [
+        ((0.0, 1.0), (1.0, 0.5), {"short": 1.0, "right": 2.0}, False),
+        ((0.0, 1.0), (1.0, 1.0), {"short": 0.0, "right": 1.0}, True),
+        ((0.5, None), (1.0, 1.0), {}, True),
+    ],
+)
+def test_equal_sums_of_functions_that_differ_have_taught_gdpo_something(
+    short: tuple[float, float | None], right: tuple[float, float], weights: dict[str, float], equal: bool
+) -> None:
+    made = group(rewards=(2.0, 2.0))
+    made.reward_weights = weights
+    for rollout, *values in zip(made.rollouts, short, right, strict=True):
+        rollout.reward_components = dict(zip(("short", "right"), values, strict=True))
+    assert GroupOutcome.of(made).equal
+    assert GroupOutcome.of(made, apart=True).equal is equal
+
+
 def test_roles_with_equal_rewards_each_have_taught_nothing() -> None:
     assert GroupOutcome.of(group_of_roles(("a", 0.0), ("b", 1.0), ("a", 0.0), ("b", 1.0))).equal
     assert not GroupOutcome.of(group_of_roles(("a", 0.0), ("b", 1.0), ("a", 0.0), ("b", 2.0))).equal

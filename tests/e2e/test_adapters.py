@@ -106,7 +106,7 @@ async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paus
     for version in (1, 2, 3, 4, 5):
         snapshot = moved(policy, version)
         outcome = await server.publish(snapshot)
-        assert outcome.probe_max_abs_diff < 1e-4
+        assert outcome.proof.max_abs_diff < 1e-4
         assert outcome.pause_s == 0.0
         assert outcome.proof.layers, "what vLLM's layers hold was compared to what was sent"
         assert snapshot.adapter is not None
@@ -156,7 +156,7 @@ async def test_i5_an_adapter_that_fails_its_proof_is_given_to_nobody(control: Se
         await server.publish(wrong)
     async with InferenceClient(60) as client:
         assert await spans_of(client, control.url, 4) == [[SampledSpan(31, 0, 4, "a")]]
-    assert (await server.publish(moved(policy, 33))).probe_max_abs_diff < 1e-4
+    assert (await server.publish(moved(policy, 33))).proof.max_abs_diff < 1e-4
 
 
 def change_file(name: str) -> None:
@@ -223,6 +223,6 @@ async def test_i5_merged_weights_can_follow_and_adapters_do_not_outlive_their_ba
     await server.publish(moved(policy, 51))
     ids = probe_token_ids(512, 52)
     merged = Snapshot(52, policy.named_weights(), Probe(ids, policy.score(ids)), torch.float32)
-    assert (await server.publish(merged)).probe_max_abs_diff < 1e-4
+    assert (await server.publish(merged)).proof.max_abs_diff < 1e-4
     assert (await control.adapters()).loaded == []
     assert (await control.state()).label == "52"

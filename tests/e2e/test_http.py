@@ -71,7 +71,7 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
                     model.model.layers[0].mlp.up_proj.weight[3] += 0.05
             sent = snapshot(model, version)
             outcome = await sync.publish(sent)
-            assert outcome.probe_max_abs_diff < TOLERANCE
+            assert outcome.proof.max_abs_diff < TOLERANCE
             assert await control.weight_label() == str(version)
             if version == 3:
                 took = transports[0].sent

@@ -155,7 +155,7 @@ async def test_every_worker_of_a_parallel_server_is_published_to_and_proven(serv
         for counts in await ask(server, "slipstream_counted"):
             assert counts["runner"] == server.runner
             assert counts["peak"] > counts["weights"] / 2
-        assert outcome.probe_max_abs_diff < TOLERANCE
+        assert outcome.proof.max_abs_diff < TOLERANCE
         assert outcome.proof.layers
         served = await control.score_by_request(PROBE_IDS)
         assert served.shape == (server.engines, len(PROBE_IDS) - 1)
@@ -169,5 +169,5 @@ async def test_every_worker_of_a_parallel_server_is_published_to_and_proven(serv
         off = np.abs(await control.score_by_request(PROBE_IDS) - sent.probe.logprobs).max(axis=1)
         assert (off > TOLERANCE).tolist() == [*([False] * last[0]), True]
         perturb(model)
-        assert (await sync.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
+        assert (await sync.publish(snapshot(model, 3))).proof.max_abs_diff < TOLERANCE
         await sync.disconnect()

@@ -97,7 +97,7 @@ async def test_each_version_is_served_and_proven(control: ServerControl, model: 
     for version in (1, 2, 3):
         perturb(model)
         outcome = await server.publish(snapshot(model, version))
-        assert outcome.probe_max_abs_diff < TOLERANCE
+        assert outcome.proof.max_abs_diff < TOLERANCE
         assert await control.weight_label() == str(version)
     await server.disconnect()
 
@@ -132,7 +132,7 @@ async def test_a_server_with_other_weights_is_caught_by_the_probe_and_left_runni
     with pytest.raises(ProofFailed, match="version 7"):
         await server.publish(wrong)
     assert not await is_paused(control.url)
-    assert (await server.publish(snapshot(model, 8))).probe_max_abs_diff < TOLERANCE
+    assert (await server.publish(snapshot(model, 8))).proof.max_abs_diff < TOLERANCE
     await server.disconnect()
 
 
@@ -148,7 +148,7 @@ async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: Ser
     assert await control.weight_label() == "1"
     assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
     assert not await is_paused(control.url)
-    assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
+    assert (await server.publish(snapshot(model, 3))).proof.max_abs_diff < TOLERANCE
     await server.disconnect()
 
 
@@ -174,7 +174,7 @@ async def test_i6_a_learner_that_died_between_staging_and_swap_is_cleared_up_by_
     assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
     successor = sync_of(control)
     perturb(model)
-    assert (await successor.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
+    assert (await successor.publish(snapshot(model, 3))).proof.max_abs_diff < TOLERANCE
     await successor.disconnect()
 
 
@@ -259,7 +259,7 @@ async def test_p7_weights_that_are_not_the_models_leave_the_old_ones_untouched(
         await server.publish(Snapshot(2, weights.items(), Probe(PROBE_IDS, score(model))))
     assert await control.weight_label() == "1"
     assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
-    assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
+    assert (await server.publish(snapshot(model, 3))).proof.max_abs_diff < TOLERANCE
     await server.disconnect()
 
 

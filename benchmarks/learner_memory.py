@@ -40,7 +40,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from slipstream.learner.checkpoints import checkpoint as checkpoints
-from slipstream.learner.checkpoints.checkpoint import CheckpointInfo, Sources
+from slipstream.learner.checkpoints.checkpoint import CheckpointInfo
+from slipstream.learner.checkpoints.model_folder import Sources
 from slipstream.learner.ranks.team import Team
 from slipstream.learner.run import build_trainer
 from slipstream.learner.training.trainer import PolicyTrainer

@@ -153,7 +153,7 @@ class GroupRunner:
         if lost:
             self.counters.failures[reasons.UNVERIFIED_SERVER] += lost
         if len(proven) < min_rollouts:
-            detail = f"the weights that sampled {lost} of {len(episodes)} episodes failed their proof"
+            detail = f"the weights of {lost} of {len(episodes)} episodes failed their proof or left service before it"
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
 

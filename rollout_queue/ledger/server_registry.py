@@ -233,7 +233,8 @@ class ServerRegistry:
         if server is not None:
             raise Refusal(
                 reasons.UNVERIFIED_SERVER,
-                f"server {server} sampled some of its tokens with weights that failed their proof",
+                f"server {server} sampled some of its tokens with weights that failed their proof or left service "
+                "before it",
             )
         for sampled in group.servers:
             record = self._records[sampled.server]

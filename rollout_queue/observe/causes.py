@@ -59,7 +59,8 @@ _LOST: Mapping[str, str] = {
     "rollout.max_episode_tokens",
     reasons.TRUNCATED: "none of their rollouts came to an end, and rollout.mask_truncated is on: raise "
     "rollout.max_episode_tokens, rollout.max_turn_tokens or vllm.max_model_len, or set it to false",
-    reasons.UNVERIFIED_SERVER: "a server's weights failed their proof: see its log and weight_sync.probe_tolerance",
+    reasons.UNVERIFIED_SERVER: "a server's weights failed their proof, or it left service before it: see its "
+    "log and weight_sync.probe_tolerance",
     reasons.EXPIRED: "workers die or lose the queue: see their logs and queue.ticket_timeout_s",
     reasons.OUTLIVED: "episodes never end: see the workers' logs and worker.episode_timeout_s",
     reasons.FINGERPRINT: "workers are refused: see the notices",

@@ -47,7 +47,7 @@ def stop_ids(model: ModelSection, tokenizer: Any) -> list[int]:
         The tokenizer's id and those of generation_config.json, sorted.
 
     Raises:
-        ConfigError: Neither of the two has an eos token.
+        ConfigError: Neither of the two has an eos token, or generation_config.json cannot be read.
     """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     revision = {} if model.revision is None else {"revision": model.revision}
@@ -58,13 +58,24 @@ def stop_ids(model: ModelSection, tokenizer: Any) -> list[int]:
         _raise_exceptions_for_missing_entries=False,
     )
     if found is not None:
-        given = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
+        given = _eos_of(Path(found))
         ids.update(given if isinstance(given, list) else [] if given is None else [given])
     if not ids:
         raise ConfigError(
             f"model.path = {model.path}: neither the tokenizer nor generation_config.json has an eos token; set one"
         )
     return sorted(ids)
+
+
+def _eos_of(path: Path) -> Any:
+    """Return `eos_token_id` of a generation_config.json. Raises `ConfigError` if that cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # what is no UTF-8 is a ValueError too
+        raise ConfigError(f"model.path: {path} cannot be read: {error}; mend the file, or delete it") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"model.path: {path} holds no JSON object; mend the file, or delete it")
+    return found.get("eos_token_id")
 
 
 class Codec:

@@ -214,7 +214,8 @@ class ServerPool:
     def check_proven(self, affinity: Affinity) -> None:
         """Raise `EpisodeFailed` if the episode has tokens that the queue will not take (I5)."""
         if (name := self._router.tainted(affinity)) is not None:
-            detail = f"server {name} sampled some of its tokens with weights that failed their proof"
+            what = "weights that failed their proof or left service before it"
+            detail = f"server {name} sampled some of its tokens with {what}"
             raise EpisodeFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
 
     async def distrust(self, name: str, label: str) -> None:

@@ -226,6 +226,13 @@ def test_a_folder_without_tokenizer_or_eos_says_what_to_do(tmp_path):
         stop_ids(model(tmp_path), tokenizer)
 
 
+@pytest.mark.parametrize("text", [b"{not json", b"\xff\xfe", b"[1]"])
+def test_a_generation_config_that_cannot_be_read_is_named(text, tmp_path):
+    (tmp_path / "generation_config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"generation_config.json .*mend the file, or delete it"):
+        stop_ids(model(tmp_path), TOKENIZER)
+
+
 def test_a_tokenizer_that_is_the_models_own_code_is_loaded_only_where_that_is_allowed(tmp_path, monkeypatch):
     asked = []
 

@@ -81,6 +81,36 @@ def test_text_is_read_as_what_it_is_meant_to_be(text: str) -> None:
     assert found.repairs[0] == "text", "it is counted"
 
 
+@pytest.mark.parametrize(
+    ("text", "s"),
+    [
+        ('{"s": "SELECT 1\nn: 2", "n": 7}', "SELECT 1\nn: 2"),
+        ('"s": "a\tb,\nn = 2",\n"n": 7', "a\tb,\nn = 2"),
+        ("s: echo 'a, n: 2', n: 7", "echo 'a, n: 2'"),
+        ('s: ["x, n: 2"], n: 7', '["x, n: 2"]'),
+        ("s: it's fine, n: 7", "it's fine"),
+    ],
+)
+def test_no_pair_begins_inside_quotes(text: str, s: str) -> None:
+    found = Parameters({"properties": {"n": INT, "s": {}}}, strict=True).fit(text).values
+    assert found == {"s": json.loads(s) if s.startswith("[") else s, "n": 7}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"s": "say("a, n: 2")", "n": 7}',
+        "{'s': 'one\nn: 2', 'n': 7}",
+        's: "one\nn: 2, n: 7',
+        "s: [one, n: 2], n: 7",
+        "s: rock 'n roll, n: 7",
+    ],
+)
+def test_a_value_that_cannot_be_told_from_the_next_pair_is_an_error(text: str) -> None:
+    with pytest.raises(ArgumentsError, match="not a JSON object"):
+        fit(text)
+
+
 @pytest.mark.parametrize("text", ["", "  ", "{}", "null", "```json\n{}\n```"])
 def test_no_text_is_no_arguments(text: str) -> None:
     assert fit(text).values == {}

@@ -93,6 +93,11 @@ MALFORMED = [
     ("atem", " to=f<|message|>a = 1", "holds no"),
 ]
 NO_CALL = ["408", "", "a < b and b > c", '{"answer": 408}', '{"name": "Bob", "age": 3}', "[1, 2]", "f(a=1)", "\n\n408 "]
+NO_CALL += [
+    'It is {"name": "Bob", "id": "b1"}.',
+    '{"type": "function", "name": "sin"}',
+    '{"type": "city", "name": "Rome", "parameters": {}}',
+]
 # What breaks a notation that looks for the next tag only.
 VALUES = [
     "</parameter>",

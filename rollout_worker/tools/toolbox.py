@@ -188,13 +188,15 @@ class ToolBox:
                 name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
             )
         began = time.perf_counter()
-        result = await self._call(entry, name, id, call.arguments)
+        result = await self._call(entry, name, id, call.arguments, call.as_text)
         return replace(result, seconds=time.perf_counter() - began)
 
-    async def _call(self, entry: _Entry, name: str, id: str | None, given: dict[str, Any] | str) -> ToolResult:
+    async def _call(
+        self, entry: _Entry, name: str, id: str | None, given: dict[str, Any] | str, as_text: bool
+    ) -> ToolResult:
         counted, coerced = entry.counted_as, False
         try:
-            arguments = await _fitted(entry.parameters, given)
+            arguments = await _fitted(entry.parameters, given, as_text)
             coerced = bool(arguments.repairs)
             content = await entry.tool.call(arguments.values, self._timeout_s)
             return ToolResult(name, content, None, counted, coerced, call_id=id)
@@ -208,11 +210,11 @@ class ToolBox:
             return _failure(name, reasons.TOOL_RAISED, str(failure), counted, coerced, failure, id)
 
 
-async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
+async def _fitted(parameters: Parameters, given: dict[str, Any] | str, as_text: bool) -> Arguments:
     """Fit arguments to a tool's parameters, large ones in a thread because they would block the event loop."""
     if small(given):
-        return parameters.fit(given)
-    arguments: Arguments = await asyncio.to_thread(parameters.fit, given=given)
+        return parameters.fit(given, as_text)
+    arguments: Arguments = await asyncio.to_thread(parameters.fit, given=given, as_text=as_text)
     return arguments
 
 

@@ -130,6 +130,13 @@ def test_a_call_is_read(name, text):
     assert (turn.text, turn.content) == (text, "")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notations_without_quotes_around_text_say_so(name):
+    (call,) = parse(name, CALLS[name]).calls
+    assert call.as_text == (name in ("qwen3_xml", "glm4", "minimax", "atem"))
+    assert call.as_text == (call.arguments["a"] == "1")
+
+
 @pytest.mark.parametrize("name", sorted(set(CALLS) - {"harmony", "atem"}))
 def test_what_is_said_besides_is_content_and_several_calls_keep_their_order(name):
     # Mistral's list takes all that follows its tag.

@@ -164,6 +164,40 @@ def test_a_value_is_made_to_fit_and_counted(name: str, value: Any, fitted: Any) 
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "meant"),
+    [
+        ({**TEXT, "nullable": True}, "null", None),
+        ({"anyOf": [TEXT, {"type": "null"}]}, "None", None),
+        ({"type": ["integer", "string"], "enum": ["all", 1, 2]}, "2", 2),
+        ({"enum": ["all", 1.5]}, "1.5", 1.5),
+        ({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, '["pen", "ink"]', ["pen", "ink"]),
+        ({"$ref": "#/$defs/either"}, '{"n": "7"}', {"n": 7}),
+        # The text stays where it alone fits, or where the schema cannot tell.
+        (TEXT, "null", "null"),
+        (TEXT, "[1]", "[1]"),
+        ({"type": ["integer", "string"], "enum": ["2", 2]}, "2", "2"),
+        ({"type": ["integer", "string"]}, "7", "7"),
+        ({"anyOf": [TEXT, {"type": "array", "items": INT}]}, '["pen"]', '["pen"]'),
+        ({"anyOf": [TEXT, {"type": "array"}]}, "[pen", "[pen"),
+        ({}, "null", "null"),
+    ],
+)
+def test_a_value_without_quotes_is_read_by_its_schema(schema: Any, text: str, meant: Any) -> None:
+    either = {"anyOf": [TEXT, {"type": "object", "properties": {"n": INT}}]}
+    parameters = Parameters({"properties": {"v": schema}, "$defs": {"either": either}}, strict=True)
+    found = parameters.fit({"v": text}, as_text=True)
+    assert found.values == {"v": meant}
+    assert type(found.values["v"]) is type(meant)
+    assert bool(found.repairs) == (meant != text)
+
+
+@pytest.mark.parametrize("text", ["null", '["pen"]'])
+def test_a_value_in_quotes_is_text(text: str) -> None:
+    schema = {"anyOf": [TEXT, {"type": "null"}, {"type": "array", "items": TEXT}]}
+    assert Parameters({"properties": {"v": schema}}, strict=True).fit({"v": text}).values == {"v": text}
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("n", 7),

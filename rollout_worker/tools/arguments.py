@@ -203,6 +203,40 @@ class Parameters:
             raise ArgumentsError(f"bad arguments: {_explained(problem)}")
         return Arguments(values, tuple(repairs))
 
+    def without_nulls(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of a data set's call without each null that the schema does not allow.
+
+        A table fills up calls that differ in their arguments with null. An argument that the schema does not name
+        counts as not allowed, unless the schema says that it takes others.
+        """
+        return self._without_nulls(values, self._schema)  # type: ignore[no-any-return]
+
+    def _without_nulls(self, value: Any, schema: Any) -> Any:
+        schema = resolved(schema, self._schema)
+        if not isinstance(schema, dict) or not isinstance(value, Mapping | list):
+            return value
+        for branch in schema.get("anyOf") or schema.get("oneOf") or ():
+            branch = resolved(branch, self._schema)
+            if allows(types_of(branch) or set(), value):
+                return self._without_nulls(value, branch)
+        if isinstance(value, list):
+            return [self._without_nulls(each, schema.get("items", True)) for each in value]
+        properties = schema.get("properties")
+        others = schema.get("additionalProperties", properties is None)
+        parts = {name: (properties or {}).get(name, others) for name in value}
+        return {
+            name: self._without_nulls(each, parts[name])
+            for name, each in value.items()
+            if each is not None or self._allows_null(parts[name])
+        }
+
+    def _allows_null(self, schema: Any) -> bool:
+        _steps.left = _STEPS_AT_LEAST
+        try:
+            return self._is_valid(None, schema)
+        except Exception:  # The schema may be unusable, such as a reference to nowhere. The null then stays.
+            return True
+
     def _meant(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return null, lists and objects that stand as text where the schema allows them beside text, by name."""
         meant = {}

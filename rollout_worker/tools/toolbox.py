@@ -110,6 +110,27 @@ class ToolBox:
         await asyncio.gather(run(in_order), *map(run, alone))
         return [results[place] for place in range(len(calls))]
 
+    def without_nulls(self, prompt: Any) -> Any:
+        """Return a row's prompt without the nulls in its calls that the tools' schemas do not allow."""
+        if isinstance(prompt, str) or not any(message.get("tool_calls") for message in prompt):
+            return prompt
+        return [
+            {**message, "tool_calls": [self._without_nulls(call) for call in calls]}
+            if isinstance(calls := message.get("tool_calls"), list)
+            else message
+            for message in prompt
+        ]
+
+    def _without_nulls(self, call: Any) -> Any:
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+            return call
+        entry = self._tools.get(str(function.get("name")))
+        if entry is None:
+            return call
+        function = {**function, "arguments": entry.parameters.without_nulls(arguments)}
+        return {**call, "function": function} if call.get("function") else function
+
     def and_tools(self, tools: Sequence[Tool]) -> ToolBox:
         """Return a copy that has these tools too.
 

@@ -227,6 +227,27 @@ def test_null_for_a_parameter_with_a_default_leaves_the_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"n": 1, "s": None, "other": None}, {"n": 1}),
+        ({"maybe": None, "either": None, "any": None}, {"maybe": None, "either": None, "any": None}),
+        ({"ints": None, "counts": {"pens": 3, "ink": None}}, {"counts": {"pens": 3}}),
+        ({"o": {"n": None, "deep": [{"n": 1, "x": None}], "x": None}}, {"o": {"deep": [{"n": 1}]}}),
+        ({"broken": None, "free": {"x": None}}, {"broken": None, "free": {"x": None}}),
+        ({"perhaps": {"n": 1, "x": None}}, {"perhaps": {"n": 1}}),
+    ],
+)
+def test_nulls_that_the_schema_does_not_allow_are_left_out(values: dict[str, Any], kept: dict[str, Any]) -> None:
+    more = {
+        "broken": {"$ref": "#/nowhere"},
+        "free": {"type": "object"},
+        "perhaps": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}]},
+    }
+    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], **more}}
+    assert Parameters(schema, strict=False).without_nulls(values) == kept
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"n": "seven"}, "n: 'seven' is not of type 'integer'"),

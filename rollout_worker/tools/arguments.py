@@ -239,7 +239,7 @@ class Parameters:
 
     def _meant(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return null, lists and objects that stand as text where the schema allows them beside text, by name."""
-        meant = {}
+        meant: dict[str, Any] = {}
         for name, text in values.items():
             part = resolved(self._schema.get("properties", {}).get(name), self._schema)
             if not isinstance(part, dict) or not isinstance(text, str):

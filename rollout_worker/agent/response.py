@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from slipstream.protocol import reasons
 from slipstream.rollout_worker.agent.api.messages import Call, ChatMessage
@@ -48,7 +49,8 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
     if parameters is not None:
         try:
             # Large arguments in a thread: fitting them would block the loop.
-            found = parameters.fit(given) if small(given) else await asyncio.to_thread(parameters.fit, given=given)
+            fit = partial(parameters.fit, given, call.as_text)
+            found = fit() if small(given) else await asyncio.to_thread(fit)
             given, coerced = (found.values, True) if found.repairs else (given, False)
         except ArgumentsError:
             given = call.arguments

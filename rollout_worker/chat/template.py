@@ -347,7 +347,7 @@ def _with_ids(turn: ParsedTurn, length: int) -> ParsedTurn:
         The turn with ids of nine digits.
     """
     calls = [
-        ToolCall(call.name, call.arguments, f"{length % 10_000_000:07d}{place % 100:02d}")
+        replace(call, id=f"{length % 10_000_000:07d}{place % 100:02d}")
         if isinstance(call, ToolCall) and call.id is None
         else call
         for place, call in enumerate(turn.calls)

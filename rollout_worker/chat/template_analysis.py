@@ -31,6 +31,9 @@ _ASKED, _SAID, _ARGUED, _ANSWERED, _THOUGHT = (
     f"slipstream{word}7f3a" for word in ("asked", "said", "argued", "answered", "thought")
 )
 
+# Stands for the field of reasoning in templates that read it from a block of the content, as Mistral's do.
+_BLOCK = "a thinking block of the content"
+
 USER: Message = {"role": "user", "content": _ASKED}
 
 _OPENS = re.compile(r"((?:<[^<>\s]+>|\[[A-Z_]+\])[A-Za-z]*)\s*\Z")
@@ -49,7 +52,7 @@ class Rendering:
         content_as_parts: Give text as a list of one part, as templates of vision models want it. Several text parts
             are always joined first.
         arguments_as_text: Give a call's arguments as JSON text.
-        reasoning_field: Field from which the template reads reasoning. None if it reads none.
+        reasoning_field: Field from which the template reads reasoning, or `_BLOCK`. None if it reads none.
         tools_as_text: Rewrites a conversation and the tools as messages without either, for a template that knows no
             tools. None for templates that get the tools.
     """
@@ -113,7 +116,7 @@ class Rendering:
 
     def _content(self, message: Message) -> Message:
         if isinstance(parts := message.get("content"), list | tuple):
-            shows = any(part.get("type") == "image" for part in parts)
+            shows = any(part.get("type") in ("image", "thinking") for part in parts)
             message = {**message, "content": _without_pixels(parts) if shows else text_of(parts)}
         if self.content_as_parts and isinstance(text := message.get("content"), str):
             message = {**message, "content": [{"type": "text", "text": text}]}
@@ -123,7 +126,11 @@ class Rendering:
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
         if reasoning is not None:
             message = {key: value for key, value in message.items() if key not in REASONING_FIELDS}
-            if self.reasoning_field is not None:
+            if self.reasoning_field == _BLOCK:
+                content = message.get("content") or []
+                parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                message["content"] = [{"type": "thinking", "thinking": reasoning}, *parts]
+            elif self.reasoning_field is not None:
                 message[self.reasoning_field] = reasoning
         if message.get("tool_calls"):
             calls = enumerate(message["tool_calls"])
@@ -273,7 +280,7 @@ class Reasoning:
     """Describes how a template handles reasoning.
 
     Attributes:
-        field: Field from which the template reads reasoning. None if it reads none.
+        field: Field from which the template reads reasoning, or `_BLOCK`. None if it reads none.
         thought: The form in which reasoning is written.
         in_cycle: Reasoning stays where tool messages follow.
         across: Reasoning stays where a user's message follows.
@@ -296,16 +303,19 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
         The findings.
     """
     opened = opened_by_prompt(rendering)
-    for name in REASONING_FIELDS:
-        turn = {"role": "assistant", "content": _SAID, name: _THOUGHT}
+    turn = {"role": "assistant", "content": _SAID, REASONING_FIELDS[0]: _THOUGHT}
+    for name in (*REASONING_FIELDS, _BLOCK):
         tried = rendering.but(reasoning_field=name)
         text = rendered(tried, [USER, turn], generation_prompt=False)
         if _THOUGHT not in text and with_calls:  # some templates write it only beside calls
-            text = rendered(tried, _cycle(name))
+            text = rendered(tried, _cycle())
         if _THOUGHT not in text:
             continue
-        thought = _thought(text)
-        in_cycle = _THOUGHT in rendered(tried, _cycle(name))
+        tags = _tags_of_thought(text)
+        if tags is None and name == _BLOCK:  # the template writes a list as it is
+            continue
+        thought = tags or Thought(separate=True)
+        in_cycle = _THOUGHT in rendered(tried, _cycle())
         across = _THOUGHT in rendered(tried, [USER, turn, USER])
         return Reasoning(name, thought, in_cycle, across)
     return Reasoning(None, Thought(separate=opened), in_cycle=False, across=False)
@@ -316,17 +326,18 @@ def opened_by_prompt(rendering: Rendering) -> bool:
     return rendered(rendering, [USER]).rstrip().endswith(OPENS_THOUGHT)
 
 
-def _cycle(name: str) -> list[Message]:
+def _cycle() -> list[Message]:
     answer: Message = {"role": "tool", "name": "tool", "content": _ANSWERED}
     ((turn, _), *_) = _turns_before([answer])
-    return [USER, {**turn, name: _THOUGHT}, answer]
+    return [USER, {**turn, REASONING_FIELDS[0]: _THOUGHT}, answer]
 
 
-def _thought(text: str) -> Thought:
+def _tags_of_thought(text: str) -> Thought | None:
+    """Return the form in which `text` writes reasoning; None if no tags stand around it."""
     at = text.index(_THOUGHT)
     opens, closes = _OPENS.search(text[max(0, at - 200) : at]), _CLOSES.match(text, at + len(_THOUGHT))
     if opens is None or closes is None:
-        return Thought(separate=True)
+        return None
     return Thought(opens[1], closes[1], separate=True)
 
 

@@ -63,7 +63,7 @@ class ConversationSource:
         return self.tools.schemas
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
-        prompt, episodes = plan.row.columns["prompt"], plan.episodes
+        prompt, episodes = self.tools.without_nulls(plan.row.columns["prompt"]), plan.episodes
         limits, sampler, siblings = episodes.limits, episodes.sampler, Siblings()
         ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, episodes.notices)
         images = placed(ids, images_of(prompt))

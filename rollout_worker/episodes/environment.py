@@ -115,7 +115,7 @@ class EnvironmentSource:
             raise _failed(reasons.ENVIRONMENT, kind, "no instance can be made", error) from None
         play = _Play(self.config.worker, episodes, kind, instance)
         try:
-            prompt = await play.reset(plan.row.columns["prompt"], columns)
+            prompt = await play.reset(kind.tools.without_nulls(plan.row.columns["prompt"]), columns)
             try:
                 ids = await prompt_ids(kind.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.notices)
             except TicketFailed as failure:

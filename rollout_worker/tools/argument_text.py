@@ -28,6 +28,10 @@ _MAX_LITERAL_CHARACTERS = 64 * 1024
 
 _SHOWN_CHARACTERS = 80
 
+# Text in quotes, where no pair begins. An apostrophe within a word is no quote. The group `open` matches if the text
+# ends inside the quotes.
+_QUOTED = r"""(?<![\w\\])(?:"(?:[^"\\]|\\.?)*+(?:"|(?P<open>\Z))|'(?:[^'\\]|\\.?|'(?=\w))*+(?:'|(?P<open_single>\Z)))"""
+
 _IGNORED = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$comment", "readOnly"}
 
 _KNOWN = {"type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", *_IGNORED}
@@ -40,7 +44,8 @@ def read_arguments(text: str, names: Collection[str]) -> dict[str, Any]:
     """Read the arguments of a call from text.
 
     Accepts a JSON object, with or without braces, in a code fence or in quotes; a Python literal; or pairs such as
-    `a: 1, b: 2`.
+    `a: 1, b: 2`. A text in JSON may contain line breaks as they are. Nothing is guessed: a value that begins like JSON
+    and cannot be read makes the whole unreadable.
 
     Args:
         text: Text of the arguments. Empty text means no arguments.
@@ -71,7 +76,7 @@ def read_value(text: str) -> Any:
         ValueError: The text is neither, or is too long for a Python literal.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         pass
     if len(text) > _MAX_LITERAL_CHARACTERS:
@@ -128,20 +133,33 @@ def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
     if text.startswith("{") and text.endswith("}"):
         text = text[1:-1].strip()
     alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    begins = list(re.finditer(rf"(?:^|[,;\n])[ \t]*[\"']?({alternatives})[\"']?[ \t]*[:=]", text))
+    begin = rf"(?:^|[,;\n])[ \t]*[\"']?(?P<name>{alternatives})[\"']?[ \t]*[:=]"
+    found = list(re.finditer(rf"{begin}|{_QUOTED}", text, re.DOTALL))
+    if any(part["open"] is not None or part["open_single"] is not None for part in found):
+        return None
+    begins = [part for part in found if part["name"] is not None]
     if not begins or begins[0].start() > 0:
         return None
     ends = [begin.start() for begin in begins[1:]] + [len(text)]
     # If a name is repeated, the last value counts. Only that one is read, so repeats cost no time.
-    texts = {begin[1]: text[begin.end() : end] for begin, end in zip(begins, ends, strict=True)}
-    return {name: _plain(written.strip(" \t\r\n,;")) for name, written in texts.items()}
+    texts = {begin["name"]: text[begin.end() : end] for begin, end in zip(begins, ends, strict=True)}
+    try:
+        return {name: _plain(written.strip(" \t\r\n,;")) for name, written in texts.items()}
+    except ValueError:
+        return None
 
 
 def _plain(text: str) -> Any:
-    """Read a value from JSON or a Python literal; return the text itself if it is neither."""
+    """Read a value from JSON or a Python literal; return the text itself if it begins like neither.
+
+    Raises:
+        ValueError: The text begins like a value and cannot be read as one.
+    """
     try:
         return read_value(text)
     except ValueError:
+        if text.startswith(('"', "'", "[", "{", "(")):
+            raise
         return text
 
 

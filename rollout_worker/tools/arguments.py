@@ -7,9 +7,11 @@ and similar keywords, because such a check may never end.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,9 @@ _STEPS_AT_LEAST = 1000
 _STEPS_AT_MOST = 200_000
 
 _MESSAGE_CHARACTERS = 400
+
+# How templates that write every value as text write null.
+_NULLS = ("null", "None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +158,13 @@ class Parameters:
         # Keyed by the id of each part of the schema. Ids stay valid because the schema lives as long as this object.
         self._checks: dict[int, Check | None] = {}
 
-    def fit(self, given: Mapping[str, Any] | str) -> Arguments:
+    def fit(self, given: Mapping[str, Any] | str, as_text: bool = False) -> Arguments:
         """Convert arguments to the types of the schema.
 
         Args:
             given: The arguments by name, or the text of them.
+            as_text: The policy wrote each value as text without quotes. Null, a list and an object then count before
+                their text, if the schema allows both.
 
         Raises:
             ArgumentsError: They cannot be read, are too large or nested too deeply, or do not fit the schema.
@@ -169,11 +176,13 @@ class Parameters:
             given = argument_text.read_arguments(given, self.names)
             _refuse_too_large(given)
         values = _clean(dict(given), "", 0, repairs)
-        if self._fits_as_written is not None and self._fits_as_written(values):
+        meant = self._meant(values) if as_text else {}
+        if not meant and self._fits_as_written is not None and self._fits_as_written(values):
             return Arguments(values, tuple(repairs))
         try:
             _steps.left = _STEPS_AT_LEAST
             _steps.allow(values)
+            values = {name: self._of_either(text, meant, name, repairs) for name, text in values.items()}
             values = self._fit(values, self._schema, repairs)
             _steps.left = _STEPS_AT_LEAST
             _steps.allow(values)
@@ -194,6 +203,71 @@ class Parameters:
             raise ArgumentsError(f"bad arguments: {_explained(problem)}")
         return Arguments(values, tuple(repairs))
 
+    def without_nulls(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of a data set's call without each null that the schema does not allow.
+
+        A table fills up calls that differ in their arguments with null. An argument that the schema does not name
+        counts as not allowed, unless the schema says that it takes others.
+        """
+        return self._without_nulls(values, self._schema)  # type: ignore[no-any-return]
+
+    def _without_nulls(self, value: Any, schema: Any) -> Any:
+        schema = resolved(schema, self._schema)
+        if not isinstance(schema, dict) or not isinstance(value, Mapping | list):
+            return value
+        for branch in schema.get("anyOf") or schema.get("oneOf") or ():
+            branch = resolved(branch, self._schema)
+            if allows(types_of(branch) or set(), value):
+                return self._without_nulls(value, branch)
+        if isinstance(value, list):
+            return [self._without_nulls(each, schema.get("items", True)) for each in value]
+        properties = schema.get("properties")
+        others = schema.get("additionalProperties", properties is None)
+        parts = {name: (properties or {}).get(name, others) for name in value}
+        return {
+            name: self._without_nulls(each, parts[name])
+            for name, each in value.items()
+            if each is not None or self._allows_null(parts[name])
+        }
+
+    def _allows_null(self, schema: Any) -> bool:
+        _steps.left = _STEPS_AT_LEAST
+        try:
+            return self._is_valid(None, schema)
+        except Exception:  # The schema may be unusable, such as a reference to nowhere. The null then stays.
+            return True
+
+    def _meant(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return null, lists and objects that stand as text where the schema allows them beside text, by name."""
+        meant: dict[str, Any] = {}
+        for name, text in values.items():
+            part = resolved(self._schema.get("properties", {}).get(name), self._schema)
+            if not isinstance(part, dict) or not isinstance(text, str):
+                continue
+            branches = part.get("anyOf") or part.get("oneOf") or [part]
+            types = set[str]().union(*(types_of(resolved(branch, self._schema)) or () for branch in branches))
+            if "string" not in types:  # others are converted anyway
+                continue
+            if "null" in types and text.strip() in _NULLS:
+                meant[name] = None
+            elif types & {"array", "object"} and text.lstrip().startswith(("[", "{")):
+                with suppress(ValueError, RecursionError):
+                    meant[name] = _clean(json.loads(text), "", 0, [])
+        return meant
+
+    def _of_either(self, text: Any, meant: Mapping[str, Any], name: str, repairs: list[str]) -> Any:
+        """Return the value that is meant by `text`, if there is one that fits; otherwise `text`."""
+        if name not in meant:
+            return text
+        part, tried = self._schema["properties"][name], list[str]()
+        _refuse_too_large(meant[name])
+        _steps.allow(meant[name])
+        value = self._fit(meant[name], part, tried)
+        if not self._is_valid(value, part):
+            return text
+        repairs += [*tried, "text of a value"]
+        return value
+
     def _is_valid(self, value: Any, schema: Any) -> bool:
         if id(schema) not in self._checks:
             self._checks[id(schema)] = plain_check(schema, as_written=False)
@@ -212,7 +286,10 @@ class Parameters:
         if branches := schema.get("anyOf", schema.get("oneOf")):
             return self._fit_any(value, branches, repairs)
         types = types_of(schema)
-        if types and not allows(types, value):
+        listed = "enum" in schema or "const" in schema
+        if types and (
+            not allows(types, value) or (listed and isinstance(value, str) and not self._is_valid(value, schema))
+        ):
             value = self._retyped(value, types, schema, repairs)
         elif isinstance(value, float) and types and "integer" in types and "number" not in types:
             repairs.append("integer")

@@ -110,6 +110,27 @@ class ToolBox:
         await asyncio.gather(run(in_order), *map(run, alone))
         return [results[place] for place in range(len(calls))]
 
+    def without_nulls(self, prompt: Any) -> Any:
+        """Return a row's prompt without the nulls in its calls that the tools' schemas do not allow."""
+        if isinstance(prompt, str) or not any(message.get("tool_calls") for message in prompt):
+            return prompt
+        return [
+            {**message, "tool_calls": [self._without_nulls(call) for call in calls]}
+            if isinstance(calls := message.get("tool_calls"), list)
+            else message
+            for message in prompt
+        ]
+
+    def _without_nulls(self, call: Any) -> Any:
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+            return call
+        entry = self._tools.get(str(function.get("name")))
+        if entry is None:
+            return call
+        function = {**function, "arguments": entry.parameters.without_nulls(arguments)}
+        return {**call, "function": function} if call.get("function") else function
+
     def and_tools(self, tools: Sequence[Tool]) -> ToolBox:
         """Return a copy that has these tools too.
 
@@ -188,13 +209,15 @@ class ToolBox:
                 name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
             )
         began = time.perf_counter()
-        result = await self._call(entry, name, id, call.arguments)
+        result = await self._call(entry, name, id, call.arguments, call.as_text)
         return replace(result, seconds=time.perf_counter() - began)
 
-    async def _call(self, entry: _Entry, name: str, id: str | None, given: dict[str, Any] | str) -> ToolResult:
+    async def _call(
+        self, entry: _Entry, name: str, id: str | None, given: dict[str, Any] | str, as_text: bool
+    ) -> ToolResult:
         counted, coerced = entry.counted_as, False
         try:
-            arguments = await _fitted(entry.parameters, given)
+            arguments = await _fitted(entry.parameters, given, as_text)
             coerced = bool(arguments.repairs)
             content = await entry.tool.call(arguments.values, self._timeout_s)
             return ToolResult(name, content, None, counted, coerced, call_id=id)
@@ -208,11 +231,11 @@ class ToolBox:
             return _failure(name, reasons.TOOL_RAISED, str(failure), counted, coerced, failure, id)
 
 
-async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
+async def _fitted(parameters: Parameters, given: dict[str, Any] | str, as_text: bool) -> Arguments:
     """Fit arguments to a tool's parameters, large ones in a thread because they would block the event loop."""
     if small(given):
-        return parameters.fit(given)
-    arguments: Arguments = await asyncio.to_thread(parameters.fit, given=given)
+        return parameters.fit(given, as_text)
+    arguments: Arguments = await asyncio.to_thread(parameters.fit, given=given, as_text=as_text)
     return arguments
 
 

@@ -42,11 +42,13 @@ class ToolCall:
         arguments: An object. If no object could be read, the text that the policy wrote; the tools read as much of it
             as they can.
         id: The policy's id, or one in the form that the notation asks for. None if the notation has none.
+        as_text: The notation writes every value as text without quotes, so text may stand for a JSON value.
     """
 
     name: str
     arguments: dict[str, Any] | str
     id: str | None = None
+    as_text: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

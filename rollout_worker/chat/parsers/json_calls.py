@@ -8,8 +8,8 @@
   https://huggingface.co/docs/transformers/chat_extras
 - Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`. The part before the
   object is the call's id.
-- Llama 3.1, 3.2 and 3.3: `{"name": ..., "parameters": ...}` with nothing around it. An object with other keys is an
-  answer in JSON, not a call.
+- Llama 3.1, 3.2 and 3.3: `{"name": ..., "parameters": ...}` with nothing around it. An object with other keys, or
+  without parameters, is an answer in JSON, not a call.
 - Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`. Since its eleventh tokenizer it writes
   `[TOOL_CALLS]name[ARGS]{...}`, with a tag for each call. An id is nine letters and digits.
 - Nemotron before Nemotron 3: `<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`. Nemotron 3 writes qwen3_xml.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.rollout_worker.chat.parsers.base import (
     Call,
@@ -164,9 +165,16 @@ class _Llama3Json:
             if tagged or _BEGINS_A_CALL.match(source.text, begin):
                 return [MalformedCall(f"the tool call is not valid JSON: {error}")], max(opened.end(), error.at)
             return [], max(opened.end(), error.at)
-        if isinstance(value, dict) and (tagged or ("name" in value and set(value) <= _KEYS)):
+        if isinstance(value, dict) and (tagged or _is_call(value)):
             return [call_of(value, ("parameters", "arguments"))], end
         return [], opened.end() if tagged else end
+
+
+def _is_call(value: dict[str, Any]) -> bool:
+    """Return whether an object with nothing around it is a call: an answer in JSON may have a name too."""
+    if "name" not in value or not set(value) <= _KEYS or value.get("type", "function") != "function":
+        return False
+    return "parameters" in value or "arguments" in value
 
 
 LLAMA3_JSON = _Llama3Json()

@@ -93,7 +93,7 @@ class TaggedValues:
         closed = self.closing.match(text, at)
         if closed is None:
             return self._malformed(source, at, f"it goes on with {text[at : at + 40]!r}")
-        return [ToolCall(encodable(named["name"].strip()), arguments)], closed.end()
+        return [ToolCall(encodable(named["name"].strip()), arguments, as_text=True)], closed.end()
 
     def _malformed(self, source: CallFinder, at: int, why: str) -> tuple[Calls, int]:
         """Return a malformed call that ends where the call closes, or where the next one opens."""

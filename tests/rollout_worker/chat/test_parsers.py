@@ -93,6 +93,11 @@ MALFORMED = [
     ("atem", " to=f<|message|>a = 1", "holds no"),
 ]
 NO_CALL = ["408", "", "a < b and b > c", '{"answer": 408}', '{"name": "Bob", "age": 3}', "[1, 2]", "f(a=1)", "\n\n408 "]
+NO_CALL += [
+    'It is {"name": "Bob", "id": "b1"}.',
+    '{"type": "function", "name": "sin"}',
+    '{"type": "city", "name": "Rome", "parameters": {}}',
+]
 # What breaks a notation that looks for the next tag only.
 VALUES = [
     "</parameter>",
@@ -123,6 +128,13 @@ def test_a_call_is_read(name, text):
     assert same_value({"a": 1, "s": "x"}, call.arguments)
     assert call.id == (IDS.get(name) if text == CALLS[name] else None)
     assert (turn.text, turn.content) == (text, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notations_without_quotes_around_text_say_so(name):
+    (call,) = parse(name, CALLS[name]).calls
+    assert call.as_text == (name in ("qwen3_xml", "glm4", "minimax", "atem"))
+    assert call.as_text == (call.arguments["a"] == "1")
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLS) - {"harmony", "atem"}))

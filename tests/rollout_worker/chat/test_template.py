@@ -455,3 +455,39 @@ async def test_messages_that_the_template_refuses_open_a_segment():
     prompt = await chat.prompt_ids([USER])
     assert await chat.suffix_ids(prompt, [END_OF_TURN], [tool("yes")]) is not None
     assert await chat.suffix_ids(prompt, [END_OF_TURN], [tool("no")]) is None
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("[THINK]", "[/THINK]"), ("<reason>", "</reason>")])
+async def test_reasoning_that_a_template_takes_as_a_block_of_the_content_is_told_from_calls(opens, closes):
+    """Templates of Ministral 3 and Magistral read no field of reasoning."""
+    chat = with_template(
+        "{{ tools | tojson }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content or [] %}"
+        f"{{% if part.type == 'thinking' %}}{{{{ '{opens}' + part.thinking + '{closes}' }}}}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+        "{% for call in m.tool_calls or [] %}"
+        "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    assert chat.parser_name == "mistral"
+    prompt = await chat.prompt_ids([USER])
+    call = '[TOOL_CALLS]multiply[ARGS]{"a": 2, "b": 3}'
+
+    def parsed(text):
+        return chat.parse(prompt, [*TOKENIZER.encode(text, add_special_tokens=False), END_OF_TURN])
+
+    turn = parsed(f"{opens}I could {call}, or not.{closes}It is 6.")
+    assert (turn.reasoning, turn.content, turn.calls) == (f"I could {call}, or not.", "It is 6.", [])
+    assert parsed(f"{opens}I could {call}").calls == [UNCLOSED_THOUGHT]
+    turn = parsed(f"{opens}Hm.{closes}I ask.{call}")
+    assert (turn.reasoning, turn.content) == ("Hm.", "I ask.")
+    assert [call.name for call in turn.calls] == ["multiply"]
+    whole = TOKENIZER.decode(await chat.prompt_ids([USER, turn.message(), tool("6")]), skip_special_tokens=False)
+    assert f"{opens}Hm.{closes}I ask.{call}<|im_end|>" in whole
+    suffix = await chat.suffix_ids(prompt, [END_OF_TURN], [USER])
+    assert suffix is not None, "nothing is left out of earlier turns"
+
+
+def test_a_template_that_writes_a_list_of_parts_as_it_is_takes_no_reasoning():
+    chat = with_template(CHAT_TEMPLATE.replace("message.content", "(message.content ~ '')"))
+    assert chat.reasoning.field is None

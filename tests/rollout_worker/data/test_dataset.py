@@ -22,7 +22,7 @@ from slipstream.rollout_worker.data.rows import Row, Stream, Table
 from slipstream.rollout_worker.task.task import Task, load_task
 from slipstream.rollout_worker.worker import run
 from tests.kit import WORKER, config
-from tests.kit.worker import fake, roll, row, task
+from tests.kit.worker import fake, multiply, roll, row, task
 
 datasets = pytest.importorskip("datasets")
 
@@ -313,6 +313,37 @@ def test_none_that_an_arrow_table_fills_in_is_taken_out_of_messages() -> None:
     assert rows_of(list(table)) != rows, "None inside a call of a list may be meant"
     streamed = task_of(table.to_iterable_dataset())
     assert [dict(streamed.row_for(index, 0).columns) for index in (0, 1)] == rows
+
+
+def label(name: str, colour: str | None) -> str:
+    """Label.
+
+    Args:
+        name: Whose label.
+        colour: Its colour.
+    """
+    return f"{name} in {colour}"
+
+
+@pytest.mark.parametrize("taken", [list, lambda table: lambda: iter(table)])
+async def test_none_that_a_tools_schema_does_not_allow_is_not_shown(taken: Any) -> None:
+    """Rows that are taken out of an Arrow table keep its None in the calls of other tools."""
+
+    def few_shot(name: str, /, **arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        shown = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "done"}]
+        return {"prompt": [*row()["prompt"], *shown, *row()["prompt"]], "answer": 408}
+
+    rows = [few_shot("multiply", a=2, b=3), few_shot("label", name="pen", colour=None), few_shot("gone", x=1)]
+    table = datasets.Dataset.from_list(rows)
+    done = await roll(task(dataset=taken(table), tools=[multiply, label]), fake(), tickets=3)
+    groups = sorted(done.queue.groups, key=lambda group: group.index)
+    prompts = [json.loads(group.rollouts[0].messages.decode("utf-8"))[:4] for group in groups]
+    shown = [next(m for m in prompt if m.get("tool_calls"))["tool_calls"][0]["function"] for prompt in prompts]
+    by_name = {function["name"]: function["arguments"] for function in shown}
+    assert by_name["multiply"] == {"a": 2, "b": 3}
+    assert by_name["label"] == {"name": "pen", "colour": None}, "null may be meant"
+    assert by_name["gone"]["x"] == 1
 
 
 def test_null_in_a_file_is_an_argument_but_no_key_of_a_message(tmp_path: Path) -> None:

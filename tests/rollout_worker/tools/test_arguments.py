@@ -81,6 +81,36 @@ def test_text_is_read_as_what_it_is_meant_to_be(text: str) -> None:
     assert found.repairs[0] == "text", "it is counted"
 
 
+@pytest.mark.parametrize(
+    ("text", "s"),
+    [
+        ('{"s": "SELECT 1\nn: 2", "n": 7}', "SELECT 1\nn: 2"),
+        ('"s": "a\tb,\nn = 2",\n"n": 7', "a\tb,\nn = 2"),
+        ("s: echo 'a, n: 2', n: 7", "echo 'a, n: 2'"),
+        ('s: ["x, n: 2"], n: 7', '["x, n: 2"]'),
+        ("s: it's fine, n: 7", "it's fine"),
+    ],
+)
+def test_no_pair_begins_inside_quotes(text: str, s: str) -> None:
+    found = Parameters({"properties": {"n": INT, "s": {}}}, strict=True).fit(text).values
+    assert found == {"s": json.loads(s) if s.startswith("[") else s, "n": 7}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"s": "say("a, n: 2")", "n": 7}',
+        "{'s': 'one\nn: 2', 'n': 7}",
+        's: "one\nn: 2, n: 7',
+        "s: [one, n: 2], n: 7",
+        "s: rock 'n roll, n: 7",
+    ],
+)
+def test_a_value_that_cannot_be_told_from_the_next_pair_is_an_error(text: str) -> None:
+    with pytest.raises(ArgumentsError, match="not a JSON object"):
+        fit(text)
+
+
 @pytest.mark.parametrize("text", ["", "  ", "{}", "null", "```json\n{}\n```"])
 def test_no_text_is_no_arguments(text: str) -> None:
     assert fit(text).values == {}
@@ -134,6 +164,40 @@ def test_a_value_is_made_to_fit_and_counted(name: str, value: Any, fitted: Any) 
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "meant"),
+    [
+        ({**TEXT, "nullable": True}, "null", None),
+        ({"anyOf": [TEXT, {"type": "null"}]}, "None", None),
+        ({"type": ["integer", "string"], "enum": ["all", 1, 2]}, "2", 2),
+        ({"enum": ["all", 1.5]}, "1.5", 1.5),
+        ({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, '["pen", "ink"]', ["pen", "ink"]),
+        ({"$ref": "#/$defs/either"}, '{"n": "7"}', {"n": 7}),
+        # The text stays where it alone fits, or where the schema cannot tell.
+        (TEXT, "null", "null"),
+        (TEXT, "[1]", "[1]"),
+        ({"type": ["integer", "string"], "enum": ["2", 2]}, "2", "2"),
+        ({"type": ["integer", "string"]}, "7", "7"),
+        ({"anyOf": [TEXT, {"type": "array", "items": INT}]}, '["pen"]', '["pen"]'),
+        ({"anyOf": [TEXT, {"type": "array"}]}, "[pen", "[pen"),
+        ({}, "null", "null"),
+    ],
+)
+def test_a_value_without_quotes_is_read_by_its_schema(schema: Any, text: str, meant: Any) -> None:
+    either = {"anyOf": [TEXT, {"type": "object", "properties": {"n": INT}}]}
+    parameters = Parameters({"properties": {"v": schema}, "$defs": {"either": either}}, strict=True)
+    found = parameters.fit({"v": text}, as_text=True)
+    assert found.values == {"v": meant}
+    assert type(found.values["v"]) is type(meant)
+    assert bool(found.repairs) == (meant != text)
+
+
+@pytest.mark.parametrize("text", ["null", '["pen"]'])
+def test_a_value_in_quotes_is_text(text: str) -> None:
+    schema = {"anyOf": [TEXT, {"type": "null"}, {"type": "array", "items": TEXT}]}
+    assert Parameters({"properties": {"v": schema}}, strict=True).fit({"v": text}).values == {"v": text}
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("n", 7),
@@ -160,6 +224,27 @@ def test_null_for_a_parameter_with_a_default_leaves_the_default() -> None:
     assert fit({"n": None, "s": "x"}) == Arguments({"s": "x"}, ("null for a default",))
     with pytest.raises(ArgumentsError, match="n: None is not of type 'integer'"):
         Parameters({"properties": {"n": INT}, "required": ["n"]}, strict=True).fit({"n": None})
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"n": 1, "s": None, "other": None}, {"n": 1}),
+        ({"maybe": None, "either": None, "any": None}, {"maybe": None, "either": None, "any": None}),
+        ({"ints": None, "counts": {"pens": 3, "ink": None}}, {"counts": {"pens": 3}}),
+        ({"o": {"n": None, "deep": [{"n": 1, "x": None}], "x": None}}, {"o": {"deep": [{"n": 1}]}}),
+        ({"broken": None, "free": {"x": None}}, {"broken": None, "free": {"x": None}}),
+        ({"perhaps": {"n": 1, "x": None}}, {"perhaps": {"n": 1}}),
+    ],
+)
+def test_nulls_that_the_schema_does_not_allow_are_left_out(values: dict[str, Any], kept: dict[str, Any]) -> None:
+    more = {
+        "broken": {"$ref": "#/nowhere"},
+        "free": {"type": "object"},
+        "perhaps": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}]},
+    }
+    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], **more}}
+    assert Parameters(schema, strict=False).without_nulls(values) == kept
 
 
 @pytest.mark.parametrize(

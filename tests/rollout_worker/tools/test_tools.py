@@ -276,7 +276,9 @@ async def test_large_arguments_are_checked_beside_the_loop(monkeypatch):
     threads = []
     fit = Parameters.fit
     monkeypatch.setattr(
-        Parameters, "fit", lambda self, given: (threads.append(threading.current_thread()), fit(self, given))[1]
+        Parameters,
+        "fit",
+        lambda self, given, as_text: (threads.append(threading.current_thread()), fit(self, given))[1],
     )
     box = ToolBox(TOOLS)
     for key in ("short", "long" * 1000):

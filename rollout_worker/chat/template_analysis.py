@@ -136,7 +136,7 @@ class Rendering:
         if self.arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif not self.arguments_as_text and isinstance(arguments, str):
-            arguments = _as_object(arguments)
+            arguments = as_object(arguments)
         return {"type": "function", "id": call.get("id") or otherwise, "function": {**function, "arguments": arguments}}
 
 
@@ -149,7 +149,7 @@ def call_id(number: int, place: int = 0) -> str:
     return f"call{number % 1000:03d}{place % 100:02d}"
 
 
-def _as_object(arguments: str) -> Any:
+def as_object(arguments: str) -> Any:
     """Parse JSON arguments. Text that is not an object stays text, because the template may write it as it is."""
     try:
         value = json.loads(arguments)

@@ -448,3 +448,56 @@ async def test_messages_that_the_template_refuses_open_a_segment():
     prompt = await chat.prompt_ids([USER])
     assert await chat.suffix_ids(prompt, [END_OF_TURN], [tool("yes")]) is not None
     assert await chat.suffix_ids(prompt, [END_OF_TURN], [tool("no")]) is None
+
+
+# Reads a turn's calls where the field is there, and pairs results with calls by their place.
+BY_PLACE = """{%- for message in messages %}
+{%- if message.tool_calls is defined %}
+{%- for call in message.tool_calls %}{{ call.function.name }}({% for key, value in call.function.arguments.items() %}
+{{- key }}={{ value }}{% endfor %});{% endfor %}
+{%- else %}{{ message.content }};{% endif %}{% endfor %}"""
+
+
+def called(*calls):
+    functions = [
+        (id, {"name": name, **({"arguments": given} if given is not ... else {})}) for id, name, given in calls
+    ]
+    calls = [{"id": id, "type": "function", "function": function} for id, function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def answering(id, content):
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "assistant", "content": "said", "tool_calls": ()}], "said;"),
+        ([called(("a", "f", " null\n"), ("b", "g", None), ("c", "h", ...)), answering("c", "3")], "f();g();h();3;"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": " "}]}], "f();"),
+        (
+            [
+                called(("a", "f", "{}"), ("b", "g", '{"x": 1}'), ("c", "h", {})),
+                *(answering(id, id * 2) for id in "cab"),
+                {"role": "assistant", "content": "said"},
+            ],
+            "f();g(x=1);h();aa;bb;cc;said;",
+        ),
+        # Where an id is missing the place counts.
+        (
+            [called(("a", "f", "{}"), ("b", "g", "{}")), answering("b", "2"), {"role": "tool", "content": "1"}],
+            "f();g();2;1;",
+        ),
+    ],
+    ids=["no calls", "no arguments", "flat call", "order", "a missing id"],
+)
+async def test_calls_of_a_history_are_rendered_in_one_form(messages, text):
+    chat = with_template(BY_PLACE, tools=())
+    ids = await chat.prompt_ids([USER, *messages, USER])
+    assert chat.tokenizer.decode(ids) == f"{USER['content']};{text}{USER['content']};"
+
+
+async def test_arguments_that_are_no_object_are_named_where_a_template_takes_no_other():
+    with pytest.raises(PromptError, match=r"message 1: the arguments of 'g' are '3'; give a JSON object"):
+        await with_template(BY_PLACE, tools=()).prompt_ids([USER, called(("a", "f", "{}"), ("b", "g", "3")), USER])

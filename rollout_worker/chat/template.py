@@ -11,6 +11,7 @@ an error and not ignored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -286,6 +287,9 @@ class TemplateFormat:
         try:
             return self._rendering(messages, generation_prompt, continue_final_message)
         except template_analysis.REFUSALS as error:
+            if any(message.get("tool_calls") for message in messages):
+                with suppress(*template_analysis.REFUSALS):  # it may be their ids that the template refuses
+                    return self._rendering.but(own_ids=True)(messages, generation_prompt, continue_final_message)
             is_of_type = isinstance(error, TypeError | jinja2.UndefinedError)
             raise PromptError((is_of_type and _unreadable_arguments(messages)) or repr(error)) from error
 

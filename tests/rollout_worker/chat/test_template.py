@@ -421,6 +421,15 @@ async def test_a_call_has_mistrals_nine_characters_and_its_answer_names_it():
     assert first == "abcDEF123"
     assert f'"5", "call_id": "{first}"' in text
     assert f'"6", "call_id": "{second}"' in text
+    # Calls that another model made: each answer has the id of its own call.
+    calls = [{**call, "id": f"toolu_01{name}"} for name in "ab"]
+    answers = [{"role": "tool", "tool_call_id": f"toolu_01{name}", "content": name} for name in "ba"]
+    said = [USER, {"role": "assistant", "content": "", "tool_calls": [*calls, named]}, *answers]
+    first, second, own = re.findall('"id": "(.{9})"', text := TOKENIZER.decode(await chat.prompt_ids(said)))
+    assert own == "abcDEF123"
+    assert len({first, second, own}) == 3
+    assert f'"a", "call_id": "{first}"' in text
+    assert f'"b", "call_id": "{second}"' in text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
+from typing_extensions import TypeIs
+
 from slipstream.protocol import reasons
 from slipstream.protocol.rollouts import UNKNOWN_TOOL
 from slipstream.rollout_worker.user_code import UserCodeError
@@ -205,7 +207,7 @@ def as_content(result: object, images: ImageProcessor | None) -> Content:
     return seen_parts(parts, images, bounded)
 
 
-def _is_iterator(result: Any) -> bool:
+def _is_iterator(result: object) -> TypeIs[Iterator[Any]]:
     """Return whether a result is a generator or another iterator that has no text of its own."""
     return isinstance(result, Iterator) and type(result).__str__ is object.__str__
 

@@ -238,7 +238,7 @@ def _with_answers(message: ChatMessage, place: tuple[int, int] | None, named: Ca
 
 def shown_to_policy(before: Answer | None, added: Sequence[ChatMessage]) -> Iterator[tuple[ChatMessage, Message]]:
     """Yield the messages that a request adds, each also as a chat format takes it: a tool's message has the tool's
-    name. Where the policy's notation writes no ids, the results of a turn are put in the order of its calls."""
+    name. The results of a turn are put in the order of its calls."""
     names = {call.id: (call.name, call.own_id) for answer in (before.line() if before else ()) for call in answer.calls}
     for each in _in_order(before, added):
         names |= {call.id: (call.name, call.id) for call in each.calls}
@@ -254,6 +254,6 @@ def _in_order(before: Answer | None, added: Sequence[ChatMessage]) -> Sequence[C
     calls = before.calls if before is not None else ()
     places = {call.id: place for place, call in enumerate(calls)}
     results = next((number for number, each in enumerate(added) if each.role != "tool"), len(added))
-    if results < 2 or any(call.own_id is not None for call in calls):
+    if results < 2:
         return added
     return [*sorted(added[:results], key=lambda each: places.get(each.answers or "", len(places))), *added[results:]]

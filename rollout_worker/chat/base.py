@@ -7,6 +7,7 @@ messages between two turns to the ids between them, and a turn's ids to a messag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
@@ -102,7 +103,8 @@ def _nothing(role: str) -> bool:
 def checked(
     messages: Sequence[Message], parts: Sequence[str] = ("text",), knows: Callable[[str], bool] = _nothing
 ) -> list[Message]:
-    """Check a conversation, and remove the empty fields that a data set's columns give each message.
+    """Check a conversation, and write it in one form: without the empty fields that a data set's columns give each
+    message, with calls that have no arguments as {}, and with the results of a turn in the order of its calls.
 
     Args:
         messages: The conversation.
@@ -110,7 +112,7 @@ def checked(
         knows: Returns whether the format accepts a role that is not in `ROLES`.
 
     Returns:
-        The messages without their empty fields.
+        The messages in this form.
 
     Raises:
         PromptError: A template would leave something out, or write it in Python's notation.
@@ -119,7 +121,30 @@ def checked(
     first = next((message for message in conversation if message["role"] not in _OPENING), None)
     if first is not None and first["role"] == "tool":
         raise PromptError("the conversation begins with a tool's message; put the assistant's call before it")
-    return conversation
+    return _with_results_in_order(conversation)
+
+
+def _with_results_in_order(messages: Sequence[Message]) -> list[Message]:
+    """Put the results that follow a turn in the order of its calls, as many templates pair them by their place.
+
+    Results stay as they are where the id of one is missing or unknown, and where one has an image, as images are listed
+    in the order of the given messages.
+    """
+    ordered: list[Message] = []
+    places: dict[Any, int] = {}
+    for is_tool, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+        part = list(run)
+        if is_tool and all(message.get("tool_call_id") in [*places] and not _shows_image(message) for message in part):
+            part.sort(key=lambda message: places[message["tool_call_id"]])
+        ordered += part
+        calls = part[-1].get("tool_calls") or ()
+        places = {call["id"]: place for place, call in enumerate(calls) if isinstance(call.get("id"), str)}
+    return ordered
+
+
+def _shows_image(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, list | tuple) and any(part.get("type") == "image" for part in content)
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -142,6 +167,10 @@ def _message(number: int, message: Any, parts: Sequence[str], knows: Callable[[s
     elif role != "tool" and not isinstance(content, str | None):
         raise PromptError(f"the content of {where} is {content!r:.80}; give text")
     kept = {key: value for key, value in message.items() if value is not None}
+    if calls := kept.pop("tool_calls", None):
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+            raise PromptError(f"the tool_calls of {where} are {calls!r:.80}; give a list of calls")
+        kept["tool_calls"] = [_call(call) for call in calls]
     if role != "assistant":
         return {"content": "", **kept}
     # Keep null content: some templates recognise a turn that only calls tools by it.
@@ -161,3 +190,12 @@ def _check_part(where: str, part: Any, types: Sequence[str]) -> None:
         return
     if not isinstance(part.get(kind), str):
         raise PromptError(f"{where} holds a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}; give text")
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with {} where it has no arguments."""
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _call(function)}
+    given = call.get("arguments", {})
+    is_nothing = given is None or (isinstance(given, str) and given.strip() in ("", "null"))
+    return {**call, "arguments": {}} if is_nothing else dict(call)

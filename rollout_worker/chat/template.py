@@ -10,7 +10,8 @@ an error and not ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, Too
 from slipstream.rollout_worker.chat.prompt_tools import NOTATION, PromptTools
 from slipstream.rollout_worker.chat.template_analysis import Rendering, call_id
 from slipstream.rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
+from slipstream.rollout_worker.tools.argument_text import short
 from slipstream.rollout_worker.vision.messages import expanded, images_of, placeholder_text
 from slipstream.rollout_worker.vision.processor import ImageProcessor, processor_of
 from slipstream.rollout_worker.vision.sources import ImageError
@@ -285,7 +287,11 @@ class TemplateFormat:
         try:
             return self._rendering(messages, generation_prompt, continue_final_message)
         except template_analysis.REFUSALS as error:
-            raise PromptError(repr(error)) from error
+            if any(message.get("tool_calls") for message in messages):
+                with suppress(*template_analysis.REFUSALS):  # it may be their ids that the template refuses
+                    return self._rendering.but(own_ids=True)(messages, generation_prompt, continue_final_message)
+            is_of_type = isinstance(error, TypeError | jinja2.UndefinedError)
+            raise PromptError((is_of_type and _unreadable_arguments(messages)) or repr(error)) from error
 
     def _before(self, prompt_ids: Sequence[int]) -> Before:
         tail = self._codec.decode(prompt_ids[-_TAIL_IDS:])
@@ -353,6 +359,19 @@ def _with_ids(turn: ParsedTurn, length: int) -> ParsedTurn:
         for place, call in enumerate(turn.calls)
     ]
     return ParsedTurn(turn.text, turn.content, calls, turn.reasoning)
+
+
+def _unreadable_arguments(messages: Sequence[Message]) -> str | None:
+    """Return which call has arguments that templates for JSON objects cannot write; None if none has."""
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or call
+            given = function.get("arguments")
+            given = template_analysis.as_object(given) if isinstance(given, str) else given
+            if given is not None and not isinstance(given, Mapping):
+                text = f"the arguments of {short(function.get('name'))} are {short(given)}; give a JSON object"
+                return f"message {number}: {text}"
+    return None
 
 
 def _read(file: Path) -> str:

@@ -41,6 +41,9 @@ _OPENS = re.compile(r"((?:<[^<>\s]+>|\[[A-Z_]+\])[A-Za-z]*)\s*\Z")
 _CLOSES = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
+_OWN_ID = re.compile("[A-Za-z0-9]{9}")
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """Renders messages with a tokenizer's chat template, in the form that the template accepts.
@@ -53,6 +56,7 @@ class Rendering:
             are always joined first.
         arguments_as_text: Give a call's arguments as JSON text.
         reasoning_field: Field from which the template reads reasoning, or `_BLOCK`. None if it reads none.
+        own_ids: Replace ids of calls that are not nine letters and digits, as templates of Mistral refuse others.
         tools_as_text: Rewrites a conversation and the tools as messages without either, for a template that knows no
             tools. None for templates that get the tools.
     """
@@ -63,6 +67,7 @@ class Rendering:
     content_as_parts: bool = False
     arguments_as_text: bool = False
     reasoning_field: str | None = None
+    own_ids: bool = False
     tools_as_text: Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], list[Message]] | None = None
 
     def __call__(
@@ -97,18 +102,22 @@ class Rendering:
     def _as_wanted(self, messages: Sequence[Message]) -> list[Message]:
         wanted = []
         open_ids: list[str] = []  # ids of calls that no message has answered yet
+        renamed: dict[Any, str] = {}
         for number, message in enumerate(messages):
             if not isinstance(message, dict):
                 raise ValueError(f"a message is a dict with a role and content, not {message!r:.80}")
             if message.get("role") == "assistant":
+                given = [call.get("id") for call in message.get("tool_calls") or []]
                 message = self._assistant(message, number)
                 open_ids = [call["id"] for call in message.get("tool_calls") or []]
+                renamed.update(zip(given, open_ids, strict=True))
             elif message.get("role") == "tool":
                 answers = message.get("tool_call_id")
                 if answers is None:
                     message = {**message, "tool_call_id": open_ids.pop(0) if open_ids else call_id(number)}
-                elif answers in open_ids:
+                elif (answers := renamed.get(answers, answers)) in open_ids:
                     open_ids.remove(answers)
+                    message = {**message, "tool_call_id": answers}
             wanted.append(message)
         if self.tools_as_text is not None:
             wanted = self.tools_as_text(wanted, self.tools)
@@ -143,8 +152,10 @@ class Rendering:
         if self.arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif not self.arguments_as_text and isinstance(arguments, str):
-            arguments = _as_object(arguments)
-        return {"type": "function", "id": call.get("id") or otherwise, "function": {**function, "arguments": arguments}}
+            arguments = as_object(arguments)
+        id = call.get("id") or otherwise
+        id = otherwise if self.own_ids and not _OWN_ID.fullmatch(str(id)) else id
+        return {"type": "function", "id": id, "function": {**function, "arguments": arguments}}
 
 
 def _without_pixels(parts: Sequence[Message]) -> list[Message]:
@@ -156,7 +167,7 @@ def call_id(number: int, place: int = 0) -> str:
     return f"call{number % 1000:03d}{place % 100:02d}"
 
 
-def _as_object(arguments: str) -> Any:
+def as_object(arguments: str) -> Any:
     """Parse JSON arguments. Text that is not an object stays text, because the template may write it as it is."""
     try:
         value = json.loads(arguments)

@@ -24,6 +24,7 @@ from slipstream.rollout_worker.episodes.capacity import Reservation
 from slipstream.rollout_worker.episodes.episode import Episode
 from slipstream.rollout_worker.episodes.limits import size_fault
 from slipstream.rollout_worker.episodes.runner import EpisodeRunner
+from slipstream.rollout_worker.episodes.tool_results import markup_of
 from slipstream.rollout_worker.inference.engine import AS_THE_RUN, OwnParams
 from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from slipstream.rollout_worker.inference.router import Affinity, Siblings
@@ -67,7 +68,9 @@ class SourceContext:
     errors: TextIO | None = None
 
     def build_chat(self, tools: Sequence[dict[str, Any]], answers: bool = False) -> ChatFormat:
-        """Build a chat format for tools, as `build_chat_format` does. Raises `ConfigError`."""
+        """Build a chat format for tools, as `build_chat_format` does, with the texts of special tokens in their schemas
+        broken. Raises `ConfigError`."""
+        tools = [markup_of(self.tokenizer).broken_everywhere(tool) for tool in tools]
         return build_chat_format(self.config, tools, answers, self.tokenizer)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -45,6 +45,14 @@ class Markup:
     def broken(self, text: str) -> str:
         """Return the text with each special token in it broken."""
         return self._first.sub(lambda found: found[0] + " " if self._begins(text, found.start()) else found[0], text)
+
+    def broken_everywhere(self, value: Any) -> Any:
+        """Return a JSON value, such as a tool's schema, with each special token in its texts broken."""
+        if isinstance(value, Mapping):
+            return {self.broken_everywhere(key): self.broken_everywhere(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.broken_everywhere(each) for each in value]
+        return self.broken(value) if isinstance(value, str) else value
 
     def broken_in(self, result: ToolResult) -> ToolResult:
         """Return the result with special tokens broken; the same object where there are none. Only tokens in a tool's

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
+
+from typing_extensions import TypeIs
 
 from slipstream.protocol import reasons
 from slipstream.protocol.rollouts import UNKNOWN_TOOL
 from slipstream.rollout_worker.user_code import UserCodeError
+from slipstream.rollout_worker.user_code.call import MAX_ITEMS
 from slipstream.rollout_worker.user_code.values import MAX_CHARACTERS, bounded
 from slipstream.rollout_worker.vision.messages import PARTS, seen_parts
 from slipstream.rollout_worker.vision.processor import ImageProcessor
@@ -153,18 +158,22 @@ def count_call(
 def as_text(result: object) -> str:
     """Convert a tool's result to the text that the policy reads, no longer than `bounded` allows.
 
-    Text stays as it is. Lists, dicts, tuples, pydantic models and dataclasses become JSON where possible. A list of
+    Text stays as it is. Lists, dicts, tuples, pydantic models and dataclasses become JSON where possible, and so do
+    the items of a generator. A list of
     content parts becomes its texts. Everything else is written with `str`, so None becomes "None", as in TRL.
 
     Run this where user code runs, because it calls methods of the user's objects.
 
     Raises:
+        ValueError: An iterator gives too many items.
         TypeError: The result holds bytes, images or other parts that the policy cannot read.
     """
     if isinstance(result, str):
         return bounded(result)
     if isinstance(result, bytes | bytearray | memoryview):
         raise TypeError(f"the tool returned {type(result).__name__}, and the policy reads text: decode it in the tool")
+    if _is_iterator(result):
+        return as_text(_collected(result))
     if type(result).__module__.partition(".")[0] == "PIL":
         raise TypeError(f"the tool returned an image, and the policy reads text: return a description of it, {_OR_SEE}")
     if _is_content(result):
@@ -190,11 +199,25 @@ def as_content(result: object, images: ImageProcessor | None) -> Content:
     """
     if images is None:
         return as_text(result)
+    result = _collected(result) if _is_iterator(result) else result
     each = result if isinstance(result, list | tuple) else [result]
     parts = [_part_of(part) for part in each]
     if None in parts or not any(part["type"] in PARTS for part in parts if part is not None):
         return as_text(result)
     return seen_parts(parts, images, bounded)
+
+
+def _is_iterator(result: object) -> TypeIs[Iterator[Any]]:
+    """Return whether a result is a generator or another iterator that has no text of its own."""
+    return isinstance(result, Iterator) and type(result).__str__ is object.__str__
+
+
+def _collected(items: Iterator[Any]) -> list[Any]:
+    """Return the items of an iterator, as those of an async generator are collected."""
+    found = list(islice(items, MAX_ITEMS + 1))
+    if len(found) > MAX_ITEMS:
+        raise ValueError(f"the tool's iterator gives more than {MAX_ITEMS} items; give fewer, or an end")
+    return found
 
 
 def _part_of(value: Any) -> dict[str, Any] | None:

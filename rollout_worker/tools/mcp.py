@@ -94,13 +94,15 @@ class McpTool:
     async def _ask(self, client: Client, arguments: dict[str, Any]) -> Content:
         result = await client.call_tool(self._name, arguments)
         parts = [*map(_part_of, result.content)]
+        if (structured := result.structured_content) is not None and not _is_told(parts, structured):
+            parts.append({"type": "text", "text": encodable(json.dumps(structured, ensure_ascii=False))})
         if result.is_error:
-            text = _text_of(parts, result.structured_content)
+            text = _text_of(parts)
             text = text or f"the MCP server {self._server.shown} says that the call failed, and not why"
             raise UserCodeError(text, "isError", None)
         if self.see is not None and any(part["type"] == "image" for part in parts):
             return await asyncio.to_thread(self.see, [part for part in parts if part["type"] != _LEFT_OUT])
-        return _text_of(parts, result.structured_content)
+        return _text_of(parts)
 
 
 def check_addresses(addresses: Sequence[str | Mapping[str, Any] | McpServerAddress]) -> None:
@@ -231,9 +233,14 @@ async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) 
     """
 
     async def listed(client: Client) -> list[dict[str, Any]]:
-        schemas, cursor = [], None
+        schemas: list[dict[str, Any]] = []
+        found: set[str] = set()
+        cursors: set[str | None] = {None}
+        cursor = None
         while True:  # A time-out bounds it.
             page = await client.list_tools(cursor=cursor)
+            if page.tools and found.issuperset(tool.name for tool in page.tools):
+                return schemas  # some servers give the same page for every cursor
             for tool in page.tools:
                 if not NAME.fullmatch(tool.name):
                     _log.warning(
@@ -245,14 +252,16 @@ async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) 
                     continue
                 described = {"name": tool.name, "description": tool.description or ""}
                 schemas.append({"type": "function", "function": {**described, "parameters": tool.input_schema}})
+            found.update(tool.name for tool in page.tools)
             if len(schemas) > MAX_TOOLS and not given.include:
                 raise ConfigError(
                     f"mcp_servers: {server.shown}: it has more than {MAX_TOOLS} tools, and a prompt has no room for "
                     f"them; have it give fewer, or name those that are needed in include"
                 )
             cursor = page.next_cursor
-            if cursor is None:
+            if cursor in cursors:
                 return schemas
+            cursors.add(cursor)
 
     remedy = _remedy(server)
     try:
@@ -343,14 +352,30 @@ def _bytes_of(base64_text: str) -> bytes:
         return b""
 
 
-def _text_of(parts: Sequence[Mapping[str, Any]], structured: Any) -> str:
-    """Convert the parts of a result to text.
+def _is_told(parts: Sequence[Mapping[str, Any]], structured: Mapping[str, Any]) -> bool:
+    """Return whether texts of a result say what its structured content says.
 
-    Text parts are joined by newlines. Structured content becomes JSON only if there is no text, because the text would
-    say the same. Notes at the end name the parts that are not text and were left out.
+    Servers give the same as JSON, as protocol and libraries ask for. A value that is no object stands under `result`
+    in the structured content, and the items of a list may be one text each.
     """
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    if not texts and structured is not None:
-        texts.append(json.dumps(structured, ensure_ascii=False))
+    same = [structured, structured["result"]] if set(structured) == {"result"} else [structured]
+    read = [*map(_json_or_text, texts)]
+    return any(value in (*texts, *read, texts, read) for value in same)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _text_of(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Convert the parts of a result to text.
+
+    Text parts are joined by newlines. Notes at the end name the parts that are not text and were left out.
+    """
+    texts = [part["text"] for part in parts if part["type"] == "text"]
     notes = [f"({part.get('text', 'image')} left out)" for part in parts if part["type"] != "text"]
     return bounded("\n".join([*texts, *notes]))

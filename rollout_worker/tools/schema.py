@@ -8,8 +8,9 @@ for checks turns transformers' dialect into plain JSON schema.
 from __future__ import annotations
 
 import inspect
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -195,7 +196,8 @@ def _stand_in(
     if "return" in hints and _is_plain(hints["return"]):
         kept["return"] = hints["return"]
     shown.__name__ = name
-    shown.__doc__ = inspect.getdoc(target) or (None if inspect.isroutine(function) else inspect.getdoc(type(function)))
+    doc = inspect.getdoc(target) or (None if inspect.isroutine(function) else inspect.getdoc(type(function)))
+    shown.__doc__ = None if doc is None else _without_types(doc, [each.name for each in parameters])
     shown.__annotations__ = kept
     shown.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -204,6 +206,16 @@ def _stand_in(
         ]
     )
     return shown
+
+
+def _without_types(doc: str, names: Sequence[str]) -> str:
+    """Return a docstring without the types that Google's style allows after a parameter's name, as in `item (str): The
+    item.`, since transformers reads names alone."""
+    if not names:
+        return doc
+    before, heading, arguments = doc.partition("Args:\n")
+    typed = rf"(?m)^(\s*)({'|'.join(map(re.escape, names))})\s*\((?:[^()\n]|\([^()\n]*\))*\)\s*:"
+    return before + heading + re.sub(typed, r"\1\2:", arguments)
 
 
 def _is_plain(hint: Any) -> bool:

@@ -6,6 +6,7 @@ tool use are one message, as the policy sampled them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from slipstream.rollout_worker.agent.api.messages import (
 )
 from slipstream.rollout_worker.agent.api.request import MAX_MESSAGES, READ_PARAMETERS, Asked, read_parameters
 from slipstream.rollout_worker.tools.argument_text import short
+from slipstream.rollout_worker.user_code.values import encodable
 
 # The key of a tool's input that holds arguments which are no JSON object, as Anthropic's API has it.
 INVALID_JSON = "INVALID_JSON"
@@ -179,6 +181,8 @@ class BlockReader(MessageReader):
             if block.get("type") == "tool_result" and role == "user":
                 spoken()
                 content = read_text(block.get("content"), f"{place}.content", self.faults)
+                if block.get("is_error") is True:  # as a failure of a task's tool is shown
+                    content = encodable(json.dumps({"error": content or "the call failed"}, ensure_ascii=False))
                 answers = block.get("tool_use_id")
                 if isinstance(answers, str):
                     self._add(ChatMessage("tool", content or "", answers=answers), place)

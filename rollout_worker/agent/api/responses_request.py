@@ -197,8 +197,8 @@ class InputReader(MessageReader):
         role, place = item.get("role"), f"{where}.content"
         content = read_text(item.get("content"), place, self.faults, _INPUT_PARTS)
         if role == "assistant":
-            turn = self._turn(where, lambda turn: turn.content is not None or bool(turn.calls))
-            self.messages[-1] = replace(turn, content=content or "")
+            turn = self._turn(where)
+            self.messages[-1] = replace(turn, content=_joined(turn.content, content or ""))
         elif role not in _ROLES:
             self._wrong(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}, assistant")
         elif content is None:
@@ -211,15 +211,15 @@ class InputReader(MessageReader):
         if not content and isinstance(id := item.get("id"), str):  # some clients send the id back without the text
             content = self.items.get(id, {}).get("content")
         text = read_text(content, f"{where}.content", self.faults, _REASONING_PARTS)
-        turn = self._turn(where, lambda turn: turn.content is not None or bool(turn.calls))
-        self.messages[-1] = replace(turn, reasoning=text or turn.reasoning)
+        turn = self._turn(where)
+        self.messages[-1] = replace(turn, reasoning=_joined(turn.reasoning, text) if text else turn.reasoning)
 
     def _call(self, item: dict[str, Any], where: str) -> None:
         id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
         if not isinstance(id, str) or not isinstance(name, str) or not isinstance(arguments, str):
             self._wrong(where, "give {type: function_call, call_id, name, arguments}, all of them text")
             return
-        turn = self._turn(where, lambda turn: False)
+        turn = self._turn(where, is_call=True)
         self.messages[-1] = replace(turn, calls=(*turn.calls, Call(id, name, arguments)))
 
     def _output(self, item: dict[str, Any], where: str) -> None:
@@ -230,11 +230,17 @@ class InputReader(MessageReader):
             return
         self._add(ChatMessage("tool", output, answers=answers), where)
 
-    def _turn(self, where: str, is_another: Any) -> ChatMessage:
-        """Return the assistant's message that an item belongs to: the last one, or a new one."""
-        if not self.messages or self.messages[-1].role != "assistant" or is_another(self.messages[-1]):
+    def _turn(self, where: str, is_call: bool = False) -> ChatMessage:
+        """Return the assistant's message that an item belongs to: the last one, or a new one. While calls wait for
+        their outputs, items belong to the message of the calls, in whatever order clients write them."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or not (is_call or last.calls or last.content is None):
             self._add(ChatMessage("assistant"), where)
         return self.messages[-1]
+
+
+def _joined(before: str | None, text: str) -> str:
+    return "\n\n".join(part for part in (before, text) if part)
 
 
 def instructions_of(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> list[ChatMessage]:

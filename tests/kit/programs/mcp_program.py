@@ -1,7 +1,8 @@
 """An MCP server for tests, as a program: `mcp_program.py stdio` or `mcp_program.py PORT`, which with `sse`
 as a further word speaks that.
 
-`low` as a further word: one made by hand that serves its list of tools in pages; `bad`: whose schemas are none.
+`low` as a further word: one made by hand that serves its list of tools in pages; `bad`: whose schemas are none; `same`,
+`ignored`, `empty`: whose cursor stays the same, is not read, or is empty.
 """
 
 from __future__ import annotations
@@ -99,12 +100,19 @@ def paged() -> Server[Any]:
         tools = [types.Tool(name=f"tool_{page}", description="One.", input_schema=schema)]
         if page == 1:  # it breaks this promise
             tools[0].output_schema = {"type": "object", "required": ["promised"]}
-        return types.ListToolsResult(tools=tools, next_cursor=str(page + 1) if page < 2 else None)
+        following = str(page + 1) if page < 2 else None
+        if word := next((word for word in ("same", "ignored", "empty") if word in sys.argv), ""):
+            tools[0].name = "tool_0"
+            following = {"same": "0", "ignored": str(page + 1), "empty": ""}[word]
+        return types.ListToolsResult(tools=tools, next_cursor=following)
 
     async def called(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
-        if (params.arguments or {}).get("fail"):
-            return types.CallToolResult(content=[], is_error=True)
-        return types.CallToolResult(content=[], structured_content={"called": params.name})
+        given = params.arguments or {}
+        return types.CallToolResult(
+            content=[types.TextContent(type="text", text=text) for text in given.get("texts", [])],
+            structured_content=given.get("structured", None if "fail" in given else {"called": params.name}),
+            is_error="fail" in given,
+        )
 
     return Server("paged", on_list_tools=listed, on_call_tool=called)
 

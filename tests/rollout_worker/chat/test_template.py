@@ -428,6 +428,15 @@ async def test_a_call_has_mistrals_nine_characters_and_its_answer_names_it():
     assert first == "abcDEF123"
     assert f'"5", "call_id": "{first}"' in text
     assert f'"6", "call_id": "{second}"' in text
+    # Calls that another model made: each answer has the id of its own call.
+    calls = [{**call, "id": f"toolu_01{name}"} for name in "ab"]
+    answers = [{"role": "tool", "tool_call_id": f"toolu_01{name}", "content": name} for name in "ba"]
+    said = [USER, {"role": "assistant", "content": "", "tool_calls": [*calls, named]}, *answers]
+    first, second, own = re.findall('"id": "(.{9})"', text := TOKENIZER.decode(await chat.prompt_ids(said)))
+    assert own == "abcDEF123"
+    assert len({first, second, own}) == 3
+    assert f'"a", "call_id": "{first}"' in text
+    assert f'"b", "call_id": "{second}"' in text
 
 
 @pytest.mark.parametrize(
@@ -491,3 +500,56 @@ async def test_reasoning_that_a_template_takes_as_a_block_of_the_content_is_told
 def test_a_template_that_writes_a_list_of_parts_as_it_is_takes_no_reasoning():
     chat = with_template(CHAT_TEMPLATE.replace("message.content", "(message.content ~ '')"))
     assert chat.reasoning.field is None
+
+
+# Reads a turn's calls where the field is there, and pairs results with calls by their place.
+BY_PLACE = """{%- for message in messages %}
+{%- if message.tool_calls is defined %}
+{%- for call in message.tool_calls %}{{ call.function.name }}({% for key, value in call.function.arguments.items() %}
+{{- key }}={{ value }}{% endfor %});{% endfor %}
+{%- else %}{{ message.content }};{% endif %}{% endfor %}"""
+
+
+def called(*calls):
+    functions = [
+        (id, {"name": name, **({"arguments": given} if given is not ... else {})}) for id, name, given in calls
+    ]
+    calls = [{"id": id, "type": "function", "function": function} for id, function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def answering(id, content):
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "assistant", "content": "said", "tool_calls": ()}], "said;"),
+        ([called(("a", "f", " null\n"), ("b", "g", None), ("c", "h", ...)), answering("c", "3")], "f();g();h();3;"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": " "}]}], "f();"),
+        (
+            [
+                called(("a", "f", "{}"), ("b", "g", '{"x": 1}'), ("c", "h", {})),
+                *(answering(id, id * 2) for id in "cab"),
+                {"role": "assistant", "content": "said"},
+            ],
+            "f();g(x=1);h();aa;bb;cc;said;",
+        ),
+        # Where an id is missing the place counts.
+        (
+            [called(("a", "f", "{}"), ("b", "g", "{}")), answering("b", "2"), {"role": "tool", "content": "1"}],
+            "f();g();2;1;",
+        ),
+    ],
+    ids=["no calls", "no arguments", "flat call", "order", "a missing id"],
+)
+async def test_calls_of_a_history_are_rendered_in_one_form(messages, text):
+    chat = with_template(BY_PLACE, tools=())
+    ids = await chat.prompt_ids([USER, *messages, USER])
+    assert chat.tokenizer.decode(ids) == f"{USER['content']};{text}{USER['content']};"
+
+
+async def test_arguments_that_are_no_object_are_named_where_a_template_takes_no_other():
+    with pytest.raises(PromptError, match=r"message 1: the arguments of 'g' are '3'; give a JSON object"):
+        await with_template(BY_PLACE, tools=()).prompt_ids([USER, called(("a", "f", "{}"), ("b", "g", "3")), USER])

@@ -141,6 +141,33 @@ async def test_all_pages_of_the_list_and_structured_content():
         assert (await one(box, "tool_0")).content == '{"called": "tool_0"}'
 
 
+@pytest.mark.parametrize("word", ["same", "ignored", "empty"])
+async def test_a_list_whose_cursors_lead_to_no_new_page_ends(word):
+    """The cursor stays the same, another one leads to the same page, and an empty one."""
+    async with box_of(f"{STDIO} low {word}") as box:
+        assert [schema["function"]["name"] for schema in box.schemas] == ["tool_0"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "structured", "shown"),
+    [
+        (["Created."], {"key": "K-12"}, 'Created.\n{"key": "K-12"}'),
+        (['{\n  "key": "K-12", "n": 1\n}'], {"n": 1, "key": "K-12"}, '{\n  "key": "K-12", "n": 1\n}'),
+        (["Found:", '{"key": "K-12"}'], {"key": "K-12"}, 'Found:\n{"key": "K-12"}'),
+        (["true"], {"result": True}, "true"),
+        (["a", "2"], {"result": ["a", 2]}, "a\n2"),
+        (["a"], {"result": ["a", "b"]}, 'a\n{"result": ["a", "b"]}'),
+        ([], {"key": "é"}, '{"key": "é"}'),
+    ],
+)
+async def test_structured_content_is_shown_unless_a_text_says_the_same(texts, structured, shown):
+    async with box_of(f"{STDIO} low") as box:
+        result = await one(box, "tool_0", texts=texts, structured=structured)
+        assert result.content == shown
+        failed = await one(box, "tool_0", texts=texts, structured=structured, fail=True)
+        assert json.loads(failed.content) == {"error": shown}
+
+
 async def test_a_schema_that_is_none_is_refused_naming_the_server():
     async with mcp_tools([f"{STDIO} low bad"], HERE) as tools:
         with pytest.raises(ConfigError, match=r"from the MCP server .* low bad is not a tool's JSON schema: 'objekt'"):

@@ -390,3 +390,28 @@ def test_a_tool_object_cannot_be_isolated() -> None:
         ConfigError, match=r"worker\.tool_isolation = process: a Search .*give a function, or set thread"
     ):
         ToolBox([Search()], code=Isolating(), isolated=True)  # type: ignore[arg-type]
+
+
+def test_types_in_a_docstring_are_googles_and_not_shown():
+    def book(city: str, nights: dict[str, int] | None = None, note: str = "") -> str:
+        """Book a room (city is required): soon.
+
+        Args:
+            city (str): The city (in English): no code.
+            nights (Optional[Dict[str, int]], optional): Nights by
+                kind (if any).
+            note(:class:`str`, (default: "")) : A note.
+
+        Returns:
+            str: The booking.
+        """
+        return city
+
+    function = ToolBox([book]).schemas[0]["function"]
+    assert function["description"] == "Book a room (city is required): soon."
+    told = {name: field["description"] for name, field in function["parameters"]["properties"].items()}
+    assert told == {
+        "city": "The city (in English): no code.",
+        "nights": "Nights by kind (if any).",
+        "note": "A note.",
+    }

@@ -458,3 +458,43 @@ def test_i9_a_tool_that_cannot_be_shown_as_utf_8_is_refused_at_the_start():
     lookup.__doc__, lookup.__name__ = lookup.__doc__.replace("\udce9", ""), "caf\udce9"
     with pytest.raises(ConfigError, match="cannot be a tool's name"):
         ToolBox([lookup])
+
+
+async def test_what_a_generator_gives_is_read_whole():
+    def lines(count: int):
+        """Read lines.
+
+        Args:
+            count: How many.
+        """
+        for number in range(count):
+            yield f"line {number}"
+
+    def backwards(items: list[int]):
+        """Reverse numbers.
+
+        Args:
+            items: The numbers.
+        """
+        return reversed(items)
+
+    async def slowly(count: int):
+        """Count.
+
+        Args:
+            count: Up to this.
+        """
+        for number in range(count):
+            yield number
+
+    calls = [("lines", {"count": 2}), ("backwards", {"items": [1, 2]}), ("slowly", {"count": 2}), ("endless", {})]
+    tools = [lines, backwards, slowly, endless]
+    results = await ToolBox(tools).run([ToolCall(name, arguments) for name, arguments in calls])
+    assert [result.content for result in results[:3]] == ['["line 0", "line 1"]', "[2, 1]", "[0, 1]"]
+    assert results[3].reason == reasons.TOOL_RAISED
+    assert "more than 100000 items" in results[3].content
+
+
+def endless():
+    """Never end."""
+    return itertools.count()

@@ -153,7 +153,8 @@ async def test_results_and_text_in_one_message_are_read_in_their_order():
     (rollout, _) = await rolled(agent, server, config=ROOMY)
     (segment,) = rollout.segments
     text = TOKENIZER.decode(segment.token_ids, skip_special_tokens=False)
-    assert "<tool_response>\nfirst\n</tool_response>\n<tool_response>\nsecond\n</tool_response><|im_end|>" in text
+    first, second = '<tool_response>\n{"error": "first"}\n</tool_response>', "<tool_response>\nsecond\n</tool_response>"
+    assert f"{first}\n{second}<|im_end|>" in text
     assert "<|im_start|>user\nAnd now?<|im_end|>" in text
 
 

@@ -247,6 +247,12 @@ def test_the_items_of_one_turn_are_one_message():
     first, second = messages[2], messages[5]
     assert (first.reasoning, first.content, [each.id for each in first.calls]) == ("t", "s", ["c", "d"])
     assert (second.reasoning, second.content, len(second.calls)) == ("t", None, 1)
+    # Until outputs come, items belong to the turn of the calls.
+    between = [USER, thought, call, said, thought, {**call, "call_id": "d"}, said, {**out, "call_id": "d"}, out, said]
+    messages = read({"input": [*between, USER]}).messages
+    assert [message.role for message in messages] == [*("user", "assistant", "tool", "tool", "assistant", "user")]
+    turn = messages[1]
+    assert (turn.reasoning, turn.content, [each.id for each in turn.calls]) == ("t\n\nt", "s\n\ns", ["c", "d"])
     # Two answers beside each other are two messages.
     two = read({"input": [said, said, USER]}).messages
     assert [message.content for message in two] == ["s", "s", USER["content"]]

@@ -368,7 +368,8 @@ def _unreadable_arguments(messages: Sequence[Message]) -> str | None:
             given = function.get("arguments")
             given = template_analysis.as_object(given) if isinstance(given, str) else given
             if given is not None and not isinstance(given, Mapping):
-                text = f"the arguments of {function.get('name')!r:.80} are {given!r:.80}; give a JSON object"
+                name = function.get("name")
+                text = f"the arguments of {name!r:.80} are {given!r:.80}; give a JSON object"
                 return f"message {number}: {text}"
     return None
 

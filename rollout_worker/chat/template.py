@@ -34,7 +34,6 @@ from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, Too
 from slipstream.rollout_worker.chat.prompt_tools import NOTATION, PromptTools
 from slipstream.rollout_worker.chat.template_analysis import Rendering, call_id
 from slipstream.rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
-from slipstream.rollout_worker.tools.argument_text import short
 from slipstream.rollout_worker.vision.messages import expanded, images_of, placeholder_text
 from slipstream.rollout_worker.vision.processor import ImageProcessor, processor_of
 from slipstream.rollout_worker.vision.sources import ImageError
@@ -369,7 +368,8 @@ def _unreadable_arguments(messages: Sequence[Message]) -> str | None:
             given = function.get("arguments")
             given = template_analysis.as_object(given) if isinstance(given, str) else given
             if given is not None and not isinstance(given, Mapping):
-                text = f"the arguments of {short(function.get('name'))} are {short(given)}; give a JSON object"
+                name = function.get("name")
+                text = f"the arguments of {name!r:.80} are {given!r:.80}; give a JSON object"
                 return f"message {number}: {text}"
     return None
 

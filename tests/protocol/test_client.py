@@ -196,13 +196,13 @@ async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> 
     async with running(says(POLICY)) as queue:
         url = queue.url
     started = perf_counter()
-    async with QueueClient(url, patience_s=0.3) as client:
+    async with QueueClient(url, patience_s=1.0) as client:
         with pytest.raises(Unreachable, match=f"the queue at {url} did not answer") as error:
             await client.position()
     assert "is it running, and is the URL right?" in str(error.value)
     assert f"GET {url}/v1/policy" in str(error.value)
     assert client.retries >= 1
-    assert 0.3 <= perf_counter() - started < MAX_WAIT_S
+    assert 1.0 <= perf_counter() - started < MAX_WAIT_S
 
 
 async def test_i7_the_wait_for_an_absent_queue_is_logged_once_with_its_url(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,16 @@ def _facts(processing_class: Any) -> list[Any]:
 
 def save_processing_class(processing_class: Any, folder: Path) -> None:
     """Save a tokenizer or processor that a script has changed, for the processes of the run to load."""
+    with _replaced(folder) as aside:
+        processing_class.save_pretrained(aside)
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """Give a folder to write to, which takes the place of `folder` once it is whole."""
     aside = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
-    processing_class.save_pretrained(aside)
+    yield aside
     shutil.rmtree(folder, ignore_errors=True)
     aside.replace(folder)
 
@@ -119,12 +127,9 @@ def adapter_of(model: Any, peft_config: Any, kind: str) -> Any:
 
 def save_object(model: Any, processing_class: Any, folder: Path) -> None:
     """Save a model that a script gave as an object, with its tokenizer, for the processes of the run to load."""
-    aside = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(aside, ignore_errors=True)
     base = copy.deepcopy(model).unload() if hasattr(model, "peft_config") else model
-    base.save_pretrained(aside)
     if processing_class is None:
         processing_class = load_processing_class(model.config._name_or_path, False)
-    processing_class.save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.replace(folder)
+    with _replaced(folder) as aside:
+        base.save_pretrained(aside)
+        processing_class.save_pretrained(aside)

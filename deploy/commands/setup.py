@@ -315,7 +315,7 @@ def _model_settings(model: str) -> dict[str, object]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        # A model that sees images has its language model's sizes in a part of their own.
+        # A vision-language model has the sizes of its language model in `text_config`.
         text = config if "max_position_embeddings" in config else config.get("text_config") or {}
         context = int(text.get("max_position_embeddings") or MAX_MODEL_LEN)
     except (OSError, ValueError, TypeError, AttributeError) as error:

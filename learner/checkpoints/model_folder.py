@@ -1,7 +1,7 @@
-"""Completes a checkpoint's model folder: all that its sources hold beside the weights, so that it can be loaded and
+"""Completes a checkpoint's model folder: copies all files of its sources but the weights, so that it can be loaded and
 served as they can.
 
-The files of the sources are copied as they are. transformers writes them anew in the form of its own release, and
+The files of the sources are copied as they are. transformers would rewrite them in the form of its own release, and
 refuses values that it has read itself: a `top_k` without `do_sample` in generation_config.json, for example.
 """
 
@@ -54,7 +54,7 @@ _OWN = ("architectures", "transformers_version", *_TYPES)
 
 @dataclass(frozen=True)
 class Sources:
-    """Names the sources of the files beside the weights.
+    """Names the sources of all files but the weights.
 
     Attributes:
         model: Names the tokenizer that the run uses.
@@ -66,7 +66,7 @@ class Sources:
 
 
 def copy_sources(sources: Sources, target: Path) -> None:
-    """Copy the files of the sources beside the weights into `target`, whose config.json gets their keys as well."""
+    """Copy the files of the sources, but for the weights, into `target`, and add their keys to its config.json."""
     model = sources.model
     folder = _folder(model.path, model.revision)
     apart = model.tokenizer_path != model.path

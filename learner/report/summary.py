@@ -25,6 +25,9 @@ from slipstream.protocol.status import Cause, Status
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Metrics of a step that are standard deviations of rewards, in all or of one function.
+_SPREAD = re.compile("reward_std|rewards/.+/std")
+
 
 class Summary(msgspec.Struct):
     """The metrics of a run, over the steps that no resume gave up.
@@ -178,8 +181,7 @@ def nothing_learnt(steps: Sequence[StepRecord], diagnosis: Sequence[Cause]) -> s
 
 def _rewards_differ(step: StepRecord) -> bool:
     """Tell whether rewards differ, in all or by one function: `gdpo` learns from functions whose sums are equal."""
-    spread = re.compile("reward_std|rewards/.+/std")
-    return any(value and value > EQUAL_WITHIN for name, value in step.flat().items() if spread.fullmatch(name))
+    return any(value and value > EQUAL_WITHIN for name, value in step.flat().items() if _SPREAD.fullmatch(name))
 
 
 def write(run_dir: Path, summary: Summary) -> None:

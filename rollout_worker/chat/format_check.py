@@ -13,6 +13,7 @@ segment. That is correct, and costs a prompt.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -342,9 +343,13 @@ async def end_that_does_not_stop(chat: ChatFormat) -> str | None:
     text = str(chat.tokenizer.decode(whole))
     if not -1 < text.find(reply) < text.find(after):
         return None
-    ends = next(count for count in range(len(whole) + 1) if reply in str(chat.tokenizer.decode(whole[:count])))
-    next_turn = next(count for count in range(len(whole) + 1) if after in str(chat.tokenizer.decode(whole[:count])))
-    between = whole[ends:next_turn]
+
+    def end_of(words: str) -> int:
+        """Return the number of ids after which the text has `words`."""
+        counts = range(len(whole) + 1)
+        return bisect_left(counts, True, key=lambda count: words in str(chat.tokenizer.decode(whole[:count])))
+
+    between = whole[end_of(reply) : end_of(after)]
     if set(between) & set(chat.stop_token_ids):
         return None
     special = set(chat.tokenizer.all_special_ids) | set(chat.tokenizer.added_tokens_decoder)

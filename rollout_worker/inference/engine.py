@@ -41,7 +41,7 @@ _LOOK_BACK = ("structured_outputs", "thinking_token_budget", "bad_words", "repet
 def looks_back(rollout: RolloutSection, own: OwnParams) -> bool:
     """Return whether sampling depends on the tokens of the turn so far in other ways than by the policy.
 
-    Such a turn cannot go on in a second request, which takes them for a part of the prompt: a grammar would begin anew,
+    Such a turn cannot go on in a second request, which takes them for a part of the prompt: a grammar would restart,
     and a stop text over the seam would not be seen.
     """
     of_run = rollout.generation_kwargs

@@ -117,8 +117,8 @@ class Sampler:
     ) -> Sampled:
         """Sample a turn.
 
-        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers, or begins
-        anew if its sampling looks back at them (`looks_back`). One whose server fails or leaves is sampled again. One
+        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers, or restarts
+        if its sampling looks back at them (`looks_back`). One whose server fails or leaves is sampled again. One
         that a server refuses or spoils is tried once on another server; if that one takes it, the first server is
         blamed.
 

@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.protocol import checkpoints
 from slipstream.protocol.config import ConfigError
 
-# Suffixes of the folders, beside the run directory, of a model that a script gives as an object, and of a tokenizer or
+# Suffixes of the folders, next to the run directory, of a model that a script gives as an object, and of a tokenizer or
 # processor that it has changed.
 SAVED, TOKENIZER = ".model", ".tokenizer"
 

@@ -41,6 +41,7 @@ class EngineState(msgspec.Struct, frozen=True):
         owner_silent_s: Seconds since that learner called.
         stuck: Why it generates nothing now though nobody who may has paused it, None where it may generate.
         step_s: Seconds of the engine's longest step lately, as of its newest answer to the API process.
+        generated: Tokens that it has sampled since its start.
     """
 
     boot: str
@@ -56,6 +57,7 @@ class EngineState(msgspec.Struct, frozen=True):
     owner_silent_s: float = 0.0
     stuck: str | None = None
     step_s: float = 0.0
+    generated: int = 0
 
 
 class ServerFacts(msgspec.Struct, frozen=True):

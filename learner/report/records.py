@@ -31,6 +31,7 @@ MAIN_METRICS = (
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_*", "clip_ratio/*"),
     *("sampler/distance/*", "ess", "sampler/ratio_p*", "mfu", "wait_s", "train_s", "publish_blocked_ms"),
     *("weight_sync/pause_s", "weight_sync/transfer_s", "weight_sync/sent_bytes", "weight_sync/share_changed"),
+    "weight_sync/generation_share",
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency", "tools/*/call_s"),
 )
 
@@ -135,8 +136,9 @@ def published(publication: PublishRecord) -> dict[str, float]:
         "sent_bytes": publication.sent_bytes,
         "whole_bytes": publication.whole_bytes,
     }
-    if publication.share_changed is not None:
-        metrics["share_changed"] = publication.share_changed
+    for name in ("share_changed", "generation_share"):
+        if (value := getattr(publication, name)) is not None:
+            metrics[name] = value
     return {f"weight_sync/{name}": value for name, value in metrics.items()}
 
 

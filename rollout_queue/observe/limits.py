@@ -44,6 +44,9 @@ _HELD_BACK = 0.2
 # measured. It is that of a server of which half of a token's time grows with the requests.
 _MIN_MORE, _ASSUMED_MORE = 0.1, 1 / 3
 
+# What publications may take of the servers' tokens/s before fewer of them are advised, and with the advised number.
+_TAKES_MUCH, _TAKES_LITTLE = 0.1, 0.075
+
 # One more is wanted if it brings this part of its share of the speed; one fewer, if that costs less than the second.
 _WORTH_IT, _NOT_WORTH_IT = 0.5, 0.25
 
@@ -61,6 +64,7 @@ class LimitInputs(msgspec.Struct, frozen=True):
         ticket_wait: Of the time of workers' slots, for tickets. `open_wait`: because no more episodes may be open.
         in_tools, in_judgement: Of the time of open episodes, but for those that wait for the rest of their group.
         publishing: Of all time, with a version on its way that a server does not have yet.
+        published: Of what servers would sample, what publications take.
         slots: Of all workers. `requests`: how many all servers would run at once.
         more: How much more the servers sample with twice the slots.
     """
@@ -74,6 +78,7 @@ class LimitInputs(msgspec.Struct, frozen=True):
     slots: int
     requests: int
     more: float = _ASSUMED_MORE
+    published: float = 0.0
     slowest_tool: str | None = None
 
 
@@ -95,7 +100,7 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
         case "learner":
             head, tail = "The learner limits", ""
         case "servers":
-            head, tail = "The vLLM servers limit", ""
+            head, tail = "The vLLM servers limit", _publications(inputs.published, config.weight_sync.every)
         case "workers' slots":
             head = "The workers' slots limit"
             tail = f"; all {inputs.slots:,} are taken, and the servers would run {inputs.requests:,} requests at once"
@@ -112,6 +117,14 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
         case None:
             head, tail = "No part by itself limits", ""
     return Limit(part, f"{head} the run: {waits}{tail}.")
+
+
+def _publications(share: float, every: int) -> str:
+    """Advise the fewest steps between publications with which these take little of what servers sample."""
+    if share < _TAKES_MUCH:
+        return ""
+    fewer = every * math.ceil(share / _TAKES_LITTLE)
+    return f"; publications take {share:.0%} of what they would sample: raise weight_sync.every = {every} to {fewer}"
 
 
 def scaling_of(inputs: LimitInputs, config: RunConfig, servers: int, workers: int, ranks: int) -> Scaling:
@@ -271,13 +284,17 @@ class LimitWindow:
         self._is_first_step = True
         self._publications: deque[tuple[float, float]] = deque()
         self._published_at: float | None = None
+        self._published_share = 0.0
 
     def session_began(self) -> None:
         """Forget the steps before. The first one of a session waits for servers and workers to start."""
         self._steps.clear()
         self._is_first_step = True
+        self._published_share = 0.0
 
     def stepped(self, report: LearnerReport) -> None:
+        share = report.metrics.get("weight_sync/generation_share", self._published_share)
+        self._published_share = max(0.0, min(1.0, share))  # also of nan
         if not self._is_first_step:
             self._steps.append(report)
         self._is_first_step = False
@@ -323,6 +340,7 @@ class LimitWindow:
             in_tools=times.tools_s / times.episode_s if times.episode_s else 0.0,
             in_judgement=times.judgement_s / times.episode_s if times.episode_s else 0.0,
             publishing=min(1.0, publishing_s / window_s),
+            published=self._published_share,
             slots=slots,
             requests=requests,
         )

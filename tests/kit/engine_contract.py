@@ -49,6 +49,13 @@ async def samples_with_versions(url: str) -> None:
             assert turn.finish_reason == "length"
 
 
+async def counts_what_it_samples(url: str) -> None:
+    async with InferenceClient(60.0) as engine, ServerControl(url, 30) as control:
+        before = (await control.state()).generated
+        await sampled(engine, url, request("counted", tokens=5, n=2))
+        assert (await control.state()).generated == before + 10
+
+
 async def refuses_another_runs_tokens(url: str) -> None:
     async with InferenceClient(60.0) as engine:
         with pytest.raises(UnknownWeights, match=f"version {VERSION} of run {RUN}"):
@@ -155,6 +162,7 @@ CHECKS: dict[str, Callable[[str], Awaitable[None]]] = {
     check.__name__: check
     for check in (
         samples_with_versions,
+        counts_what_it_samples,
         refuses_another_runs_tokens,
         an_abort_returns_the_tokens_so_far,
         a_prompt_beyond_its_context_is_the_requests_fault,

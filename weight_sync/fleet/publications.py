@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from slipstream.protocol import tracing
@@ -26,6 +26,7 @@ class ServerMetrics:
         whole_bytes: Bytes of the whole snapshot; 0 where the transport does not tell.
         share_changed: Share of values that a delta changed, 0 to 1; None without a delta.
         transport: Transport that brought it; None if the server did not name it.
+        generation_share: Share of the server's generation that publications take, 0 to 1; None while it is unknown.
     """
 
     transfer_s: float
@@ -36,6 +37,7 @@ class ServerMetrics:
     whole_bytes: int = 0
     share_changed: float | None = None
     transport: str | None = None
+    generation_share: float | None = None
 
     @classmethod
     def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerMetrics:
@@ -44,7 +46,7 @@ class ServerMetrics:
         return cls(
             *(outcome.transfer_s, outcome.pause_s, took_s, outcome.proof.max_abs_diff),
             *(sent.sent_bytes, sent.whole_bytes, sent.share_changed),
-            transport,
+            *(transport, outcome.generation_share),
         )
 
 
@@ -66,6 +68,7 @@ class PublishRecord:
         sent_bytes: Bytes sent to all servers.
         whole_bytes: Bytes if each had been sent the whole snapshot.
         share_changed: Largest share of values that a delta changed, 0 to 1; None without a delta.
+        generation_share: Largest of all servers.
     """
 
     version: int
@@ -82,6 +85,7 @@ class PublishRecord:
     sent_bytes: int = 0
     whole_bytes: int = 0
     share_changed: float | None = None
+    generation_share: float | None = None
 
     def add(self, name: str, metrics: ServerMetrics) -> None:
         """Add a server that has the version, or replace its metrics."""
@@ -89,8 +93,8 @@ class PublishRecord:
         self.servers[name] = metrics
         self.sent_bytes += metrics.sent_bytes - (before.sent_bytes if before else 0)
         self.whole_bytes += metrics.whole_bytes - (before.whole_bytes if before else 0)
-        shares = [of.share_changed for of in self.servers.values() if of.share_changed is not None]
-        self.share_changed = max(shares, default=None)
+        self.share_changed = _largest(of.share_changed for of in self.servers.values())
+        self.generation_share = _largest(of.generation_share for of in self.servers.values())
         self.servers_failed.pop(name, None)
         if name not in self.servers_ok:
             self.servers_ok.append(name)
@@ -98,6 +102,10 @@ class PublishRecord:
         self.transfer_s = max(self.transfer_s, metrics.transfer_s)
         self.pause_s = max(self.pause_s, metrics.pause_s)
         self.probe_max_abs_diff = max(self.probe_max_abs_diff, metrics.probe_max_abs_diff)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 class Publications:

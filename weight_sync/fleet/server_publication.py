@@ -10,11 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from slipstream.protocol.engine import NO_ANSWER
+from slipstream.protocol.engine import NO_ANSWER, EngineState
 from slipstream.weight_sync.fleet.adapter_publication import publish_adapter
 from slipstream.weight_sync.fleet.decisions import SILENT_STEPS, patience_s
+from slipstream.weight_sync.fleet.generation_cost import GenerationCost, TokenCount
 from slipstream.weight_sync.server.answers import serves_another_run
 from slipstream.weight_sync.server.cancellation import gather_two
 from slipstream.weight_sync.server.control import LOOK_TIMEOUT_S, ServerControl
@@ -34,12 +36,14 @@ class Outcome:
     Attributes:
         transfer_s: Seconds beside generation.
         pause_s: Seconds in which generation stood still; those of an in-place transport include its transfer.
+        generation_share: As `GenerationCost.share`.
     """
 
     transfer_s: float
     pause_s: float
     proof: ProofMetrics
     sent: Sent | None = None
+    generation_share: float | None = None
 
 
 class ServerSync:
@@ -72,6 +76,7 @@ class ServerSync:
         self._transport: Transport | None = None
         self._proven: str | None = None
         self._boot: str | None = None
+        self._cost = GenerationCost()
 
     async def publish(self, snapshot: Snapshot) -> Outcome:
         """Bring `snapshot` to the server and prove it. After an error the next call starts with a new connection.
@@ -84,6 +89,7 @@ class ServerSync:
         try:
             return await self._publish(snapshot)
         except BaseException:
+            self._cost.publication_failed()
             await self.disconnect()
             raise
 
@@ -119,7 +125,9 @@ class ServerSync:
             self._proven = served.name
             return Outcome(served.transfer_s, 0.0, served.proof, Sent.of(snapshot))
         await checked(snapshot)
-        transport = await self._connect()
+        state = await self.control.state()
+        counted = TokenCount(state.boot, time.monotonic(), state.generated)
+        transport = await self._connect(state)
         # The cache tells versions apart, so only the first publication clears it: an earlier learner may have used the
         # same numbers.
         looked = asyncio.Event()
@@ -133,16 +141,18 @@ class ServerSync:
         transfer_s = time.monotonic() - began - pause.seconds
         metrics = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
-        return Outcome(transfer_s, pause.seconds, metrics, transport.sent)
+        with suppress(ControlError):
+            state = await self.control.state()
+            self._cost.published(counted, TokenCount(state.boot, time.monotonic(), state.generated))
+        return Outcome(transfer_s, pause.seconds, metrics, transport.sent, self._cost.share)
 
     async def _look(self, snapshot: Snapshot, looked: asyncio.Event) -> None:
         if not self.left_paused:
             await self.proof.look(self.control, snapshot, known=self._proven is not None)
         looked.set()
 
-    async def _connect(self) -> Transport:
+    async def _connect(self, state: EngineState) -> Transport:
         """Return the transport: a new one if there is none, or the server is not as the last publication left it."""
-        state = await self.control.state()
         if not state.alive:
             raise ControlError(f"{self.control.url}: {state.reason or NO_ANSWER}")
         if state.owner and state.owner != self.control.run_id:

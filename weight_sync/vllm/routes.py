@@ -160,6 +160,7 @@ async def state(engine: EngineClient, body: dict[str, Any]) -> EngineState:
         owner_silent_s=owner.silent_s(now),
         stuck=stuck,
         step_s=status.step_s,
+        generated=sum(each["generated"] for each in states or ()),
     )
 
 

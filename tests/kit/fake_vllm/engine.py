@@ -101,6 +101,7 @@ class FakeEngine:
             "transport": "gloo",
             "reason": silent if self.whole else "the model is half loaded",
             "step_s": self.step_s,
+            "generated": self.generated_tokens,
             "stuck": self.stuck or ("nobody holds its pause" if self.paused and self.pause_owner == "none" else None),
         }
 

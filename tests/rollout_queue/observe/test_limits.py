@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from slipstream.protocol.messages import LearnerReport, WorkerReport
@@ -96,6 +97,43 @@ def test_the_tool_that_takes_most_of_the_time_is_named() -> None:
     slow = inputs(learner_wait=0.9, ticket_wait=0.8, in_tools=0.9, slowest_tool=slowest_tool(tools))
     said = "; episodes pass 90% of their time in tools, 90% of that in search, 2.2 s a call."
     assert limit_of(slow, config()).text.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("share", "every", "advised"), [(0.09, 1, None), (0.13, 1, 2), (0.13, 2, 4), (0.3, 1, 4), (1.0, 3, 42)]
+)
+def test_publications_that_take_much_of_the_servers_are_advised_less_often(
+    share: float, every: int, advised: int | None
+) -> None:
+    run = config({"weight_sync": {"every": every}})
+    servers = limit_of(inputs(learner_wait=0.9, published=share), run)
+    assert servers.part == "servers"
+    said = f"weight_sync.every = {every} to {advised}"
+    assert (said in servers.text) if advised else ("weight_sync.every" not in servers.text)
+    learner = limit_of(inputs(ticket_wait=0.9, published=share), run)
+    assert (learner.part, "weight_sync.every" in learner.text) == ("learner", False)
+
+
+@pytest.mark.parametrize(
+    ("reported", "share"), [(0.2, 0.2), (-1.0, 0.0), (7.0, 1.0), (float("inf"), 1.0), (float("nan"), 1.0)]
+)
+def test_what_publications_take_is_the_newest_report_and_forgotten_with_the_session(
+    reported: float, share: float
+) -> None:
+    window = LimitWindow()
+    window.slots(SlotTimes(slot_s=40.0, episode_s=40.0), 9.0)
+    for number in range(1, 12):
+        reports = {3: {"weight_sync/generation_share": 0.5}, 5: {"weight_sync/generation_share": reported}}
+        window.stepped(msgspec.structs.replace(step(number, wait_s=0.9), metrics=reports.get(number, {})))
+    found = window.inputs(4, 4, 10.0)
+    assert found is not None
+    assert found.published == share
+    window.session_began()
+    for number in range(12, 20):
+        window.stepped(step(number, wait_s=0.9))
+    found = window.inputs(4, 4, 10.0)
+    assert found is not None
+    assert found.published == 0.0
 
 
 def test_what_a_tool_took_long_ago_hides_nothing_of_what_workers_do_now() -> None:

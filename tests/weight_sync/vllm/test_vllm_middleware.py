@@ -81,6 +81,7 @@ class Engine:
                     "waiting": self.waiting,
                     "place": [*self.place],
                     "step_s": self.step_s,
+                    "generated": 3,
                 }
             ]
         if method == "slipstream_workers":
@@ -176,6 +177,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
             "owner_silent_s": 0.0,
             "stuck": None,
             "step_s": 0.0,
+            "generated": 3,
         }
 
 

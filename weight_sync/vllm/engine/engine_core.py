@@ -145,10 +145,15 @@ def install_swap() -> None:
 
 
 class StepTimes:
-    """Remembers how long the engine's steps take: the longest one, which fades with `HALF_LIFE_S`."""
+    """Remembers how long the engine's steps take: the longest one, which fades with `HALF_LIFE_S`.
+
+    Attributes:
+        generated: Tokens that all steps sampled.
+    """
 
     def __init__(self) -> None:
         self._longest_s = self._at = 0.0
+        self.generated = 0
 
     def note(self, took_s: float, now: float) -> None:
         """Note a step that ended `now` (`time.monotonic`)."""
@@ -178,17 +183,21 @@ def timed(step: Callable[[EngineCore], Any]) -> Callable[[EngineCore], Any]:
     def timed_step(core: EngineCore) -> Any:
         began = time.monotonic()
         try:
-            return step(core)
+            outputs, executed = step(core)
         finally:
             now = time.monotonic()
             _steps.note(now - began, now)
+        for of_client in (outputs or {}).values():
+            _steps.generated += sum(len(output.new_token_ids) for output in of_client.outputs)
+        return outputs, executed
 
     return timed_step
 
 
 def state(core: EngineCore) -> dict[str, Any]:
     """Return boot, label, whether the engine is paused or asleep, its numbers of requests, a `place` that is another
-    one after each step, and the seconds of its longest step lately. An answer also shows that it lives."""
+    one after each step, the seconds of its longest step lately, and the tokens that it has sampled. An answer also
+    shows that it lives."""
     scheduler = core.scheduler
     running, waiting = scheduler.get_request_counts()
     first = next((request.request_id for request in scheduler.waiting), "")
@@ -201,6 +210,7 @@ def state(core: EngineCore) -> dict[str, Any]:
         "waiting": waiting,
         "place": [running, waiting, first, sum(request.num_computed_tokens for request in scheduler.running)],
         "step_s": _steps.longest_s(time.monotonic()),
+        "generated": _steps.generated,
     }
 
 

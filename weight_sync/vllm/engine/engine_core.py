@@ -22,6 +22,8 @@ import itertools
 import logging
 import math
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -149,11 +151,17 @@ class StepTimes:
 
     Attributes:
         generated: Tokens that all steps sampled.
+        stopped: Whether the process was stopped during the present step and continued (SIGSTOP, SIGCONT).
     """
 
     def __init__(self) -> None:
         self._longest_s = self._at = 0.0
         self.generated = 0
+        self.stopped = False
+
+    def continues(self, *_: object) -> None:
+        """Handle SIGCONT: the present step's time says nothing."""
+        self.stopped = True
 
     def note(self, took_s: float, now: float) -> None:
         """Note a step that ended `now` (`time.monotonic`)."""
@@ -173,6 +181,8 @@ def install_step_times() -> None:
     if hasattr(EngineCore, "slipstream_timed"):
         return
     EngineCore.slipstream_timed = True
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCONT, _steps.continues)
     EngineCore.step, EngineCore.step_with_batch_queue = timed(EngineCore.step), timed(EngineCore.step_with_batch_queue)
 
 
@@ -181,12 +191,13 @@ def timed(step: Callable[[EngineCore], Any]) -> Callable[[EngineCore], Any]:
 
     @wraps(step)
     def timed_step(core: EngineCore) -> Any:
-        began = time.monotonic()
+        began, _steps.stopped = time.monotonic(), False
         try:
             outputs, executed = step(core)
         finally:
             now = time.monotonic()
-            _steps.note(now - began, now)
+            if not _steps.stopped:
+                _steps.note(now - began, now)
         for of_client in (outputs or {}).values():
             _steps.generated += sum(len(output.new_token_ids) for output in of_client.outputs)
         return outputs, executed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +119,34 @@ def test_steps_under_way_end_before_the_swap_and_a_persons_pause_stands(swap: An
     assert future.result(1)["whole"]
     assert core.pause_state.name == before
     assert core.done[-1] == "labelled 7"
+
+
+def test_a_step_in_which_the_process_was_stopped_is_no_long_step() -> None:
+    pytest.importorskip("vllm")
+    program = """
+import os, signal, subprocess, sys, time
+import subprocess
+import sys
+from types import SimpleNamespace
+from slipstream.weight_sync.vllm.engine import engine_core
+engine_core.install_step_times()
+stop = f"kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}"
+subprocess.Popen(["bash", "-c", stop])
+def step(core):
+    until = time.monotonic() + core.seconds
+    while time.monotonic() < until:
+        time.sleep(0.01)
+    return {0: SimpleNamespace(outputs=[SimpleNamespace(new_token_ids=[1, 2])])}, True
+engine_core.timed(step)(SimpleNamespace(seconds=0.9))
+stopped = engine_core._steps.longest_s(time.monotonic())
+engine_core.timed(step)(SimpleNamespace(seconds=0.2))
+print(stopped, engine_core._steps.longest_s(time.monotonic()), engine_core._steps.generated)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    stopped, longest, generated = (float(text) for text in done.stdout.split()[-3:])
+    assert stopped == 0.0
+    assert 0.2 <= longest < 0.9
+    assert generated == 4
 
 
 def test_the_longest_step_is_remembered_and_fades() -> None:

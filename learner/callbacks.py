@@ -26,7 +26,7 @@ from slipstream.learner.report.records import StepRecord
 from slipstream.learner.report.tracking import numbers, sent_settings
 from slipstream.learner.training.base import Trainer
 from slipstream.protocol.config import ConfigError, RunConfig
-from slipstream.protocol.config.load import import_for
+from slipstream.protocol.config.user_files import import_for
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

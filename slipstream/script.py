@@ -21,8 +21,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from slipstream.deploy.run.process_keeper import RunFailed
 from slipstream.deploy.run.supervisor import supervise
 from slipstream.protocol.config import ConfigError, RunConfig, parse_overrides, resolve
-from slipstream.protocol.config.load import ARGUMENTS, TASK_MODULE_PREFIX, imported_file, start_name
 from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.config.user_files import ARGUMENTS, TASK_MODULE_PREFIX, imported_file, start_name
 from slipstream.rollout_worker.task.task import Task
 
 

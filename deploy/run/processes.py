@@ -27,7 +27,7 @@ from slipstream.deploy.servers.devices import Placement, environment_of, nccl_en
 from slipstream.deploy.servers.vllm_server import KEPT_PAGES, on_cpu
 from slipstream.protocol import access
 from slipstream.protocol.config import RunConfig
-from slipstream.protocol.config.load import SAME_TERMINAL
+from slipstream.protocol.config.user_files import SAME_TERMINAL
 from slipstream.rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 from slipstream.weight_sync.transports.staging_cores import staging_environment
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.config import ConfigError, TaskSection
-from slipstream.protocol.config.load import import_for
+from slipstream.protocol.config.user_files import import_for
 from slipstream.rollout_worker.data import columns
 from slipstream.rollout_worker.data.dataset import DataSource, is_lazy, named_eval, open_eval_rows, open_rows
 from slipstream.rollout_worker.data.rows import Row, RowPosition, Rows

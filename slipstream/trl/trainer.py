@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from slipstream.protocol import checkpoints
 from slipstream.protocol.config import ConfigError
-from slipstream.protocol.config.load import end_import_at
 from slipstream.protocol.config.text import nearest
+from slipstream.protocol.config.user_files import end_import_at
 from slipstream.rollout_worker.task.task import Task
 from slipstream.rollout_worker.user_code.errors import needs_main_thread
 from slipstream.script import in_arguments, loading_a_task, of_a_trainer, place_of, run, without_frames

@@ -99,10 +99,11 @@ class Sampler:
             affinity.siblings = affinities[0].siblings
         pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._config.vllm.max_num_seqs
-        fills = [
-            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens, own, images)
-            for start in range(0, len(affinities), step)
-        ]
+        fills = []
+        for start in range(0, len(affinities), step):
+            part = slice(start, start + step)
+            request = self._request(prompt, max_tokens, own, images=images, n=len(pending[part]))
+            fills.append(self._fill(pending[part], affinities[part], request))
         return FirstTurn(pending, fills)
 
     async def sample(
@@ -141,9 +142,8 @@ class Sampler:
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
                 start = known_until(turn.experts) if turn.experts else known
-                part = await self._attempt(
-                    affinity, token_ids, room, pending, avoid, own, start, images, len(turn.token_ids)
-                )
+                request = self._request(token_ids, room, own, start, images, begun=len(turn.token_ids))
+                part = await self._attempt(affinity, request, pending, avoid)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -187,42 +187,23 @@ class Sampler:
                 await self._give_time(failures)
 
     async def _attempt(
-        self,
-        affinity: Affinity,
-        token_ids: list[int],
-        max_tokens: int,
-        pending: PendingChoice | None,
-        avoid: str | None,
-        own: OwnParams,
-        known: int,
-        images: Sequence[Placed],
-        begun: int,
+        self, affinity: Affinity, request: TurnRequest, pending: PendingChoice | None, avoid: str | None
     ) -> Sampled:
         """Return the turn from the pending request if there is one, else from a new request."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, known, images, begun)
+            sampled = await self._one(affinity, request, avoid)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
             self._usual_tokens += (len(sampled.token_ids) - self._usual_tokens) / _TURNS_REMEMBERED
         return sampled
 
-    async def _one(
-        self,
-        affinity: Affinity,
-        token_ids: list[int],
-        max_tokens: int,
-        avoid: str | None,
-        own: OwnParams,
-        known: int,
-        images: Sequence[Placed],
-        begun: int,
-    ) -> Sampled:
-        async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
+    async def _one(self, affinity: Affinity, request: TurnRequest, avoid: str | None) -> Sampled:
+        expected = self._expected(request.max_tokens)
+        async with self.pool.request([affinity], len(request.token_ids), expected, avoid) as running:
             server = running.server
-            request = self._request(token_ids, max_tokens, 1, False, own, known, images, begun)
             running.id = request.id
             async with aclosing(self._engine.generate(server, request)) as choices:
                 async for choice in choices:
@@ -230,39 +211,25 @@ class Sampler:
             raise ServerFailed(f"{server.url}: the answer holds no choice")
 
     async def _fill(
-        self,
-        pending: Sequence[PendingChoice],
-        affinities: Sequence[Affinity],
-        prompt: list[int],
-        max_tokens: int,
-        own: OwnParams,
-        images: Sequence[Placed],
+        self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], request: TurnRequest
     ) -> None:
-        """Sample one continuation of `prompt` for each of `pending`, all in one request."""
+        """Sample one continuation for each of `pending`, all in one request."""
         try:
-            await self._fill_from_one(pending, affinities, prompt, max_tokens, own, images)
+            await self._fill_from_one(pending, affinities, request)
         except (Doubtful, ServerFailed, UnknownWeights, EpisodeFailed) as error:
             for waiting in pending:
                 if not waiting.done():
                     _fail(waiting, error)
 
     async def _fill_from_one(
-        self,
-        pending: Sequence[PendingChoice],
-        affinities: Sequence[Affinity],
-        prompt: list[int],
-        max_tokens: int,
-        own: OwnParams,
-        images: Sequence[Placed],
+        self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], request: TurnRequest
     ) -> None:
         """Fill `pending` from one request. Raises if an episode is left without its continuation, or has one that
         cannot be trained on; its siblings keep theirs."""
         spoiled: BadSample | UnknownWeights | None = None
-        expected = self._expected(max_tokens)
-        async with self.pool.request(affinities, len(prompt), expected) as running:
+        expected = self._expected(request.max_tokens)
+        async with self.pool.request(affinities, len(request.token_ids), expected) as running:
             server = running.server
-            stream = self._stream_first_turn
-            request = self._request(prompt, max_tokens, len(pending), stream, own, images=images)
             running.id = request.id
             async with aclosing(self._engine.generate(server, request)) as choices:
                 async for choice in choices:
@@ -304,13 +271,13 @@ class Sampler:
         self,
         token_ids: list[int],
         max_tokens: int,
-        n: int,
-        stream: bool,
         own: OwnParams,
         known: int = 0,
         images: Sequence[Placed] = (),
         begun: int = 0,
+        n: int | None = None,
     ) -> TurnRequest:
+        """Return a request of an episode's turn, or with `n` of the first turn of so many."""
         return TurnRequest(
             id=next(self._names),
             token_ids=token_ids,
@@ -318,8 +285,8 @@ class Sampler:
             rollout=self._config.rollout,
             stop_token_ids=self._stop_token_ids,
             cache=self.pool.run_id or self._config.run.name,
-            n=n,
-            stream=stream,
+            n=n or 1,
+            stream=n is not None and self._stream_first_turn,
             own=own,
             experts_from=known if self._config.learner.router_replay else None,
             images=images,

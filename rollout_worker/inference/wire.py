@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from slipstream.protocol import reasons
-from slipstream.protocol.config.sections import RolloutSection
 from slipstream.protocol.config.sections.sampling import (
     NEUTRAL,
     GenerationKwargs,
@@ -23,7 +22,7 @@ from slipstream.protocol.config.sections.sampling import (
     typed,
 )
 from slipstream.protocol.versions import Label, parse
-from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan, TurnRequest
+from slipstream.rollout_worker.inference.engine import Masks, Sampled, SampledSpan, TurnRequest
 from slipstream.rollout_worker.inference.experts import RecordedExperts
 from slipstream.rollout_worker.inference.failures import BadSample, UnknownWeights
 from slipstream.rollout_worker.vision.messages import Placed
@@ -72,20 +71,12 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
     routed_experts_prompt_start: int = 0
 
 
-def sampling_params(
-    rollout: RolloutSection,
-    stop_token_ids: list[int],
-    max_tokens: int,
-    n: int,
-    stream_interval: int | None,
-    own: OwnParams = AS_THE_RUN,
-    begun: int = 0,
-) -> SamplingParams:
-    """Return the sampling parameters of `n` turns of at most `max_tokens` more tokens after `begun` of their own: the
-    run's, but for `own`.
+def sampling_params(turn: TurnRequest, stream_interval: int | None) -> SamplingParams:
+    """Return the sampling parameters of a request: the run's, but for the turn's own.
 
     vLLM searches the text for stop strings. So it has to make the text, with special tokens, as a tag may be one.
     """
+    rollout, own = turn.rollout, turn.own
     shape: dict[str, Any] = {
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
@@ -98,18 +89,18 @@ def sampling_params(
     stops = [*rollout.stop, *own.stop]
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
     # vLLM refuses a turn of fewer tokens, such as the last one of an episode.
-    further["min_tokens"] = min(max(0, further["min_tokens"] - begun), max_tokens)
+    further["min_tokens"] = min(max(0, further["min_tokens"] - turn.begun), turn.max_tokens)
     if own.form is not None:
         further["structured_outputs"] = own.form
     # Another temperature is an evaluation's, which is not learnt from; at 0 vLLM tells no mask.
     masked = keeps_mask(rollout) and own.temperature in (None, rollout.temperature)
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=turn.max_tokens,
         temperature=rollout.temperature if own.temperature is None else own.temperature,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=turn.stop_token_ids,
         logprobs=mask_logprobs(rollout.top_k) if masked else 0,
         detokenize=bool(stops),
-        n=n,
+        n=turn.n,
         stream_interval=stream_interval,
         stop=stops or None,
         skip_special_tokens=not stops,
@@ -162,7 +153,7 @@ def request_of(turn: TurnRequest, model: str, weights: str | int | None) -> Gene
         weights: Names the weights, whose cached keys and values nothing else may use.
     """
     interval = _ONE_CHUNK if turn.stream else None
-    params = sampling_params(turn.rollout, turn.stop_token_ids, turn.max_tokens, turn.n, interval, turn.own, turn.begun)
+    params = sampling_params(turn, interval)
     params.routed_experts_prompt_start = turn.experts_from or 0
     if turn.exact:
         params.min_tokens = turn.max_tokens

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan
+from slipstream.rollout_worker.inference.engine import Sampled, SampledSpan, TurnRequest
 from slipstream.rollout_worker.inference.failures import (
     BadSample,
     RequestRejected,
@@ -158,7 +158,8 @@ def test_streamed_parts_join_to_the_whole():
 
 def sent(max_tokens=16, n=1, stream_interval=None, **rollout):
     """The sampling parameters as they are on the wire."""
-    made = sampling_params(config(rollout=rollout).rollout, [2], max_tokens, n, stream_interval)
+    turn = TurnRequest("id", [5], max_tokens, config(rollout=rollout).rollout, [2], "cache", n)
+    made = sampling_params(turn, stream_interval)
     return msgspec.json.decode(msgspec.json.encode(made))
 
 

@@ -20,4 +20,5 @@ def page() -> str:
     if results:
         packages = (f"{name} {release}" for name, release in results["machine"]["packages"].items())
         on = f"On one {results['machine']['gpu']}, with {', '.join(packages)}.\n\n"
-    return f"{head}{BEGIN}\n\n{on}{table(results)}\n\n{END}{rest.split(END, 1)[1]}"
+    rows = [row for row in table(results).splitlines() if not row.endswith("| not run |")]
+    return f"{head}{BEGIN}\n\n{on}{chr(10).join(rows)}\n\n{END}{rest.split(END, 1)[1]}"

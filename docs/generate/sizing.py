@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,13 @@ PLANS: tuple[tuple[str, ModelShape, int, int, dict[str, dict[str, Any]]], ...] =
     ("0.6B", SMALL, 1, 24, {}),
     ("0.6B", SMALL, 1, 80, {}),
     ("0.6B", SMALL, 8, 80, {"vllm": {"count": 7}}),
-    ("7B", MIDDLE, 1, 24, {}),
     ("7B", MIDDLE, 1, 80, {}),
     ("7B", MIDDLE, 1, 80, _LORA),
     ("7B", MIDDLE, 8, 80, {}),
     ("7B", MIDDLE, 8, 80, {"learner": _SHARDED, "vllm": {"count": 4}}),
-    ("32B", LARGE, 1, 24, {}),
     ("32B", LARGE, 1, 80, {}),
     ("32B", LARGE, 8, 80, {"learner": _SHARDED, "vllm": {"args": ["-tp", "2"], "count": 2}}),
     ("32B", LARGE, 8, 80, _QUANTISED),
-    ("30B mixture", MIXTURE, 1, 24, {}),
     ("30B mixture", MIXTURE, 1, 80, {}),
     ("30B mixture", MIXTURE, 8, 80, {"learner": _SHARDED, "vllm": {"args": ["-tp", "2"], "count": 2}}),
     ("30B mixture", MIXTURE, 8, 80, {"lora": {"r": 16}, "vllm": {"args": ["-tp", "2"], "count": 3}}),
@@ -66,19 +62,19 @@ def _row(name: str, shape: ModelShape, count: int, gigabytes: int, sections: dic
     try:
         plan = "<br>".join(_lines(device_plan.plan(found, run, shape)))
     except ConfigError as error:
-        plan = "refused: " + re.sub(r" \(weights[^)]*\)", "", str(error))
+        plan = f"refused: {str(error).rpartition('; ')[2]}"
     given = [f"`{section}.{key} = {_toml(value)}`" for section, keys in sections.items() for key, value in keys.items()]
     return f"| {name} | {count} x {gigabytes} GB | {', '.join(given) or 'none'} | {plan} |"
 
 
 def _lines(plan: DevicePlan) -> list[str]:
-    lines = [f"learner on GPU {_span(plan.learner)}: {_kinds(plan.learner)}"] if plan.learner else []
+    lines = [f"learner on GPU {_span(plan.learner)}: {_size(plan.learner)}"] if plan.learner else []
     servers: dict[str, list[Seat]] = {}
     for seat in plan.servers:
-        servers.setdefault(_kinds(seat), []).append(seat)
-    for kinds, seats in servers.items():
+        servers.setdefault(_size(seat), []).append(seat)
+    for size, seats in servers.items():
         on = ", ".join(_span(seat) for seat in seats)
-        lines.append(f"{len(seats)} server{'s' * (len(seats) > 1)} on GPU {on}, {seats[0].share:.0%} of it: {kinds}")
+        lines.append(f"{len(seats)} server{'s' * (len(seats) > 1)} on GPU {on}, {seats[0].share:.0%} of it: {size}")
     unused = f"; GPU {', '.join(plan.unused)} not used" if plan.unused else ""
     chosen = ", ".join(f"`{key} = {_toml(value)}`" for (_, key), value in plan.chosen.items())
     return [*lines, f"`{plan.transport}`; {chosen}{unused}"]
@@ -89,13 +85,12 @@ def _span(seat: Seat) -> str:
     return first if first == last else f"{first}-{last}"
 
 
-def _kinds(seat: Seat) -> str:
-    """Show the bytes by kind in GiB, such as 3.4 = weights 1.1 + cache 2.3; kinds below 0.05 GiB are left out."""
+def _size(seat: Seat) -> str:
+    """Show the GiB of a seat, such as 6.9 GiB (cache 2.1)."""
     assert seat.counted is not None
-    kinds = [(kind, count / GIB) for kind, count in seat.counted.kinds() if count >= 0.05 * GIB]
-    shown = " + ".join(f"{kind.replace('_', ' ')} {count:.1f}" for kind, count in kinds)
+    cache = "".join(f" ({kind} {count / GIB:.1f})" for kind, count in seat.counted.kinds() if kind == "cache")
     each = " each" if isinstance(seat.counted, ServerBytes) and len(seat.entries) > 1 else ""
-    return f"{seat.counted.total / GIB:.1f}{each} = {shown}"
+    return f"{seat.counted.total / GIB:.1f} GiB{each}{cache}"
 
 
 def _toml(value: object) -> str:

@@ -39,30 +39,29 @@ class ObjectiveSection(Section):
         "decoupled_ppo",
     ] = setting(
         "grpo",
-        description="preset of the settings below, by name, as docs/algorithms.md lists them; a setting of your own "
-        "overrides the preset",
+        description="preset of the settings below (docs/algorithms.md); your own settings override it",
         why="the best-known algorithm",
     )
     advantage: Literal["grpo", "async_grpo", "dr_grpo", "rloo", "batch", "gdpo"] = setting(
         "grpo",
-        description="advantage of a reward r in its group: grpo (r - mean) / std; async_grpo as grpo, with the "
-        "population's std; dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of the step; gdpo as "
-        "grpo for each reward function, summed, and then normalised over the step",
+        description="advantage of a reward r in its group: grpo (r - mean) / std; async_grpo with the "
+        "population's std; dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of "
+        "the step; gdpo grpo per reward function, summed, then normalised over the step",
         why="the usual meaning of GRPO",
     )
     advantage_epsilon: float = setting(
-        1e-4, gt=0, le=1, description="added to the standard deviation before dividing by it", why="TRL's value"
+        1e-4, gt=0, le=1, description="added to the standard deviation before division", why="TRL's"
     )
     reward_clip: tuple[float, float] | None = setting(
         None,
         strict=False,
-        description="rewards are clipped to [low, high] before advantages are computed",
+        description="clip rewards to [low, high] before advantages",
         why="rewards count as they are",
     )
     normalise_advantages: bool = setting(
         False,
         description="normalise advantages to mean 0 and standard deviation 1 over the step",
-        why="the advantage has its own scale; TRL's",
+        why="TRL's",
     )
     objective: Literal[
         "ppo_clip",
@@ -77,16 +76,16 @@ class ObjectiveSection(Section):
         "reinforce",
     ] = setting(
         "ppo_clip",
-        description="the loss of a token, from its advantage and its ratio, p of the policy that trains / p of the one "
-        "that sampled it; docs/algorithms.md has the formulas",
-        why="a bounded ratio needs no second model and no second forward pass",
+        description="loss of a token, from its advantage and ratio (p of the trained policy / p of the sampler); "
+        "formulas in docs/algorithms.md",
+        why="needs no second model or forward pass",
     )
     clip_low: float = setting(
         0.2,
         gt=0,
         lt=1,
         description="ppo_clip, gspo, sequence_clip: the ratio stays above 1 - clip_low",
-        why="PPO's own; gspo wants far less, 3e-4 in its paper",
+        why="PPO's; gspo wants about 3e-4",
     )
     clip_high: float = setting(
         0.28,
@@ -94,65 +93,59 @@ class ObjectiveSection(Section):
         le=1000,
         description="ppo_clip, gspo, sequence_clip, cispo, sequence_cispo: the ratio stays below 1 + clip_high; "
         "above 0, but for the last two",
-        why="DAPO's: leaves rare tokens room to grow; cispo wants 4, gspo 4e-4",
+        why="DAPO's: rare tokens may grow; cispo wants 4, gspo 4e-4",
     )
     delta: float | Literal["none"] = setting(
         4.0,
         validate_default=True,
-        description="ppo_clip, gspo, sequence_clip: maximum ratio where the advantage is negative, which the clip "
-        "leaves unbounded, or none; beyond it a token has no gradient",
-        why="INTELLECT-2's, for asynchronous training; 3, the dual clip's, gives up bad tokens earlier",
+        description="ppo_clip, gspo, sequence_clip: maximum ratio at negative advantages, or none; beyond it a "
+        "token has no gradient",
+        why="INTELLECT-2's, for asynchronous training; the dual clip uses 3",
     )
     dppo_divergence: Literal["tv", "kl"] = setting(
         "tv",
-        description="dppo: how far a token has moved: tv, the difference of its probabilities; kl, KL(old, policy) of "
+        description="dppo: distance that a token moved: tv, difference of probabilities; kl, KL(old, policy) of "
         "the token and the rest",
-        why="a step of the same size for rare and for common tokens",
+        why="treats rare and common tokens alike",
     )
     dppo_threshold: float | Literal["auto"] = setting(
         "auto",
-        description="dppo: a token that has moved farther than this in the direction of its advantage loses its "
-        "gradient; auto is 0.15 for tv, 0.05 for kl",
+        description="dppo: beyond this distance, in the direction of its advantage, a token has no gradient; "
+        "auto: 0.15 for tv, 0.05 for kl",
         why="the authors' values",
     )
-    dppo_ratio_max: float = setting(
-        20.0, gt=1, le=10**6, description="dppo: maximum of the ratio", why="the value in its authors' code"
-    )
+    dppo_ratio_max: float = setting(20.0, gt=1, le=10**6, description="dppo: maximum ratio", why="the authors' code")
     sapo_temperature_pos: float = setting(
         1.0,
         gt=0,
         le=1000,
-        description="sapo: how fast the gate closes as the ratio leaves 1, where the advantage is positive",
-        why="the paper's value, and TRL's",
+        description="sapo: how fast the gate closes as the ratio leaves 1, at positive advantages",
+        why="the paper's; TRL's",
     )
     sapo_temperature_neg: float = setting(
         1.05,
         gt=0,
         le=1000,
-        description="sapo: the same where it is negative",
-        why="the paper's value, and TRL's: bad tokens spread their gradient over all others",
+        description="sapo: the same at negative advantages",
+        why="the paper's; TRL's",
     )
     vespo_k_pos: float = setting(
         2.0,
         ge=0,
         le=100,
-        description="vespo: power k of the ratio w in the weight w^k exp(lambda (1 - w)), where the advantage is not "
-        "negative",
-        why="TRL's value",
+        description="vespo: power k in the weight w^k exp(lambda (1 - w)) of ratio w, at non-negative advantages",
+        why="TRL's",
     )
-    vespo_lambda_pos: float = setting(3.0, gt=0, le=100, description="vespo: lambda of the same", why="TRL's value")
-    vespo_k_neg: float = setting(
-        3.0, ge=0, le=100, description="vespo: k where the advantage is negative", why="TRL's value"
-    )
+    vespo_lambda_pos: float = setting(3.0, gt=0, le=100, description="vespo: lambda of the same", why="TRL's")
+    vespo_k_neg: float = setting(3.0, ge=0, le=100, description="vespo: k at negative advantages", why="TRL's")
     vespo_lambda_neg: float = setting(
-        2.0, gt=0, le=100, description="vespo: lambda where the advantage is negative", why="TRL's value"
+        2.0, gt=0, le=100, description="vespo: lambda at negative advantages", why="TRL's"
     )
     normaliser: Literal["tokens", "sequences", "constant", "rollouts"] = setting(
         "tokens",
-        description="divisor of the sum of the losses: tokens, all tokens of the step; sequences, each "
-        "rollout's own tokens and then the number of rollouts; constant, rollouts x rollout.max_episode_tokens; "
-        "rollouts, the number of rollouts",
-        why="every token counts alike, in long answers too (DAPO)",
+        description="divisor of the summed losses: tokens, of the step; sequences, each rollout's tokens, then "
+        "rollouts; constant, rollouts x rollout.max_episode_tokens; rollouts",
+        why="all tokens count alike (DAPO)",
     )
     correction: Literal[
         "none",
@@ -164,49 +157,47 @@ class ObjectiveSection(Section):
         "decoupled",
     ] = setting(
         "none",
-        description="correction for tokens that an older version sampled, by r = p of the proximal policy / p of "
-        "the sampler: token_* "
-        "weight each token by its r, sequence_* by that of the whole rollout; *_truncate keep the weight within the "
-        "bounds, *_mask leave out tokens outside; geometric_mask leaves out rollouts by the mean of log r and weights "
-        "nothing; decoupled is decoupled PPO",
-        why="the clip bounds the ratio to the policy that sampled",
+        description="correction for stale tokens by r = p of the proximal policy / p of the sampler: token_* use "
+        "each token's r, sequence_* the whole rollout's; *_truncate bound it as a weight, *_mask "
+        "leave out what is outside; geometric_mask leaves out rollouts by mean log r; decoupled is "
+        "decoupled PPO",
+        why="the clip bounds the ratio to the sampler",
     )
     correction_low: float | None = setting(
         None,
         ge=0,
         le=1,
-        description="the lower bound of the correction's ratio; without it, the correction's own",
-        why="each correction has a bound of its own: 0.5 for token_mask, 0.99 for geometric_mask, else 0",
+        description="lower bound of the correction's ratio",
+        why="the correction's: 0.5 for token_mask, 0.99 for geometric_mask, else 0",
     )
     correction_high: float | None = setting(
         None,
         ge=1,
         le=1e6,
-        description="the upper bound of the correction's ratio; without it, the correction's own",
-        why="each correction has a bound of its own: 2 for token_truncate, 5 for token_mask and decoupled, 3 for "
-        "sequence_*, 1.01 for geometric_mask",
+        description="upper bound of the correction's ratio",
+        why="the correction's: 2 for token_truncate, 5 for token_mask and decoupled, 3 for sequence_*, "
+        "1.01 for geometric_mask",
     )
     proximal: Literal["recomputed", "last_step", "interpolated"] = setting(
         "recomputed",
-        description="the policy between sampler and learner, for a correction: recomputed, as the step begins; "
-        "last_step, before the last optimiser step (a copy of the weights and a forward pass); interpolated, "
-        "guessed from a token's age (A-3PO)",
-        why="needs neither a copy of the weights nor a pass",
+        description="proximal policy of a correction: recomputed, at the start of the step; last_step, before the"
+        " last step (a copy of the weights and a forward pass); interpolated, by a token's age "
+        "(A-3PO)",
+        why="needs no copy and no pass",
     )
     off_policy_mask_threshold: float | None = setting(
         None,
         gt=0,
         le=1000,
-        description="rollouts of negative advantage are left out where the mean of log sampler - log policy over their "
-        "tokens is above this",
-        why="off; DeepSeek-V3.2 and TRL have the same option, and 0.5 is a usual value",
+        description="leave out rollouts with negative advantage whose mean of log sampler - log policy exceeds this",
+        why="off; DeepSeek-V3.2 and TRL have it, 0.5 is usual",
     )
     top_entropy_quantile: float = setting(
         1.0,
         ge=0,
         le=1,
-        description="train only this share of the step's tokens: those with the highest entropy of the policy",
-        why="all; 0.2 in the paper on forking tokens, at the price of a forward pass for steps of several rows",
+        description="train only this share of the step's tokens, those of highest entropy",
+        why="all; the paper uses 0.2; costs a forward pass for steps of several rows",
     )
 
     @field_validator("reward_clip")
@@ -285,48 +276,47 @@ class AlgorithmSection(ObjectiveSection):
         0.0,
         ge=0,
         le=100,
-        description="KL(policy || reference) times this is added to the loss; above 0, the learner loads the model of "
-        "model.path once more, as the reference, and each step takes a forward pass more",
-        why="the clip keeps the policy near enough, and the reference needs the memory of one more copy of the weights",
+        description="adds this times KL(policy || reference) to the loss; above 0 the learner loads model.path "
+        "again as the reference and makes one more forward pass",
+        why="the clip suffices; a reference takes memory",
     )
     kl_in_reward: bool = setting(
         False,
-        description="subtract the KL, summed over a rollout's tokens, from its reward instead of adding it to the "
-        "loss; rollouts.jsonl shows rewards and advantages without it",
-        why="in the loss, each token has its own",
+        description="subtract a rollout's summed KL from its reward instead; rollouts.jsonl shows rewards and "
+        "advantages without it",
+        why="in the loss each token has its own",
     )
     kl_bias_correction: bool = setting(
         True,
-        description="each token's KL in the loss is multiplied by p / p of the sampler, as it was not the policy that "
-        "sampled it",
-        why="TRL's value; without it the gradient is not that of the KL, the less so the staler a token is",
+        description="multiply each token's KL in the loss by p / p of the sampler",
+        why="TRL's; without it stale tokens bias the KL's gradient",
     )
     reference_sync_steps: CountOrZero = setting(
         0,
-        description="steps after which the reference moves towards the policy, and is a part of checkpoints; 0: never",
-        why="the KL is to the model that the run began with",
+        description="steps between moves of the reference towards the policy; 0: never. Checkpoints then hold the"
+        " reference",
+        why="KL to the initial model",
     )
     reference_mixup: float = setting(
         0.6,
         gt=0,
         le=1,
-        description="then the reference is this x policy + (1 - this) x reference",
-        why="TRL's value; 1 would make the policy itself the reference",
+        description="the moved reference is this x policy + (1 - this) x reference",
+        why="TRL's",
     )
     entropy_coef: float = setting(
         0.0,
         ge=0,
         le=10,
-        description="the mean entropy of the trained tokens, in nats, times this is subtracted from the loss",
-        why="unbounded, it turns a policy that has nothing to learn from into noise",
+        description="subtracts this times the mean entropy of trained tokens, in nats, from the loss",
+        why="a bonus can turn an idle policy into noise",
     )
     router_aux_loss_coef: float = setting(
         0.0,
         ge=0,
         le=1,
-        description="for mixtures of experts: weight of the loss that keeps experts evenly used, over all tokens of "
-        "the step; 0: none",
-        why="a short run moves the routers little; the model's own config names the value that it was trained with",
+        description="mixtures of experts: weight of the load-balancing loss over the step's tokens; 0: none",
+        why="short runs move routers little; see the model's config",
     )
 
     def chooses(self, name: str) -> bool:

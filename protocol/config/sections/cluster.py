@@ -16,31 +16,29 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 class ClusterSection(Section):
     head_gpus: Gpus = setting(
         "auto",
-        description="GPUs of the head, the node of queue and learner, and of each further one of "
-        "cluster.learner_nodes; auto: one for each rank there, none with vLLM's CPU build",
+        description="GPUs of the head, which runs queue and learner, and of each further node of "
+        "cluster.learner_nodes; auto: one per rank there, none with vLLM's CPU build",
         why="a rank trains on one GPU",
     )
-    head_cpus: Count = setting(
-        8, description="CPU cores of each node of the learner", why="a learner's data loading and the queue"
-    )
+    head_cpus: Count = setting(8, description="CPU cores of each learner node", why="the queue and data loading")
     head_memory_gb: int = setting(
         0,
         ge=0,
         le=10**6,
-        description="gigabytes of memory of each node of the learner; 0: the default there",
-        why="ours is a guess",
+        description="gigabytes of memory of each learner node; 0: the site's default",
+        why="sites differ",
     )
     server_gpus: Gpus = setting(
         "auto",
-        description="GPUs of each of vllm.count servers; auto: what vllm.args asks for, none with vLLM's CPU build",
-        why="--tensor-parallel-size and the like say it already",
+        description="GPUs of each of vllm.count servers; auto: from vllm.args, none with vLLM's CPU build",
+        why="--tensor-parallel-size decides",
     )
-    server_cpus: Count = setting(8, description="CPU cores of each server", why="vLLM's processes and its tokenizer")
+    server_cpus: Count = setting(8, description="CPU cores of each server", why="vLLM's processes")
     server_memory_gb: int = setting(
         0,
         ge=0,
         le=10**6,
-        description="gigabytes of memory of each server; 0: the default there",
+        description="gigabytes of memory of each server; 0: the site's default",
         why="sites differ",
     )
     worker_cpus: Count = setting(2, description="CPU cores of each of worker.count workers", why="episodes mostly wait")
@@ -48,87 +46,82 @@ class ClusterSection(Section):
         0,
         ge=0,
         le=10**6,
-        description="gigabytes of memory of each worker; 0: the default there",
+        description="gigabytes of memory of each worker; 0: the site's default",
         why="sites differ",
     )
-    partition: str | None = setting(
-        None, description="slurm: partition of head and servers", why="the cluster has a default"
-    )
+    partition: str | None = setting(None, description="slurm: partition of head and servers", why="the site's")
     worker_partition: str | None = setting(
-        None, description="slurm: partition of the workers; default: that of the others", why="workers need no GPU"
+        None, description="slurm: partition of the workers; default: that of the others", why="the same"
     )
     time_limit: str | None = setting(
         None,
-        description="slurm: time limit of the job, as 24:00:00 or 2-00:00:00; two minutes before it the learner writes "
-        "a checkpoint",
-        why="the partition has one",
+        description="slurm: time limit of the job, as 24:00:00 or 2-00:00:00; the learner writes a checkpoint two"
+        " minutes before it",
+        why="the partition's",
     )
     requeue: bool = setting(
         True,
-        description="slurm: whether a job at its time limit waits again for its turn, to go on from the checkpoint",
-        why="a run is longer than a job may be",
+        description="slurm: queue the job again at its time limit, to resume from the checkpoint",
+        why="runs outlast jobs",
     )
-    sbatch: list[str] = setting(
-        [], description="slurm: further options of sbatch, as --account=physics", why="sites ask for more"
-    )
+    sbatch: list[str] = setting([], description="slurm: further options of sbatch, as --account=physics", why="none")
 
     ray_address: str = setting(
         "auto",
-        description="ray: the cluster, as 10.0.0.5:6379 or ray://10.0.0.5:10001; auto: that of this machine, or of "
-        "RAY_ADDRESS",
-        why="a node of the cluster knows it",
+        description="ray: the cluster, as 10.0.0.5:6379 or ray://10.0.0.5:10001; auto: this machine's, or RAY_ADDRESS",
+        why="known on its nodes",
     )
     ray_env: list[str] = setting(
         [],
-        description='ray: names of variables here that all processes get, as ["HF_HOME", "WANDB_API_KEY"]',
-        why="the nodes have their own",
+        description='ray: variables here that all processes get, as ["HF_HOME", "WANDB_API_KEY"]',
+        why="nodes have their own",
     )
     ray_grows: bool = setting(
         False,
-        description="ray: whether the cluster adds nodes on demand, so that more may be asked for than it has now",
-        why="else what it lacks is said at once",
+        description="ray: the cluster adds nodes on demand, so more may be requested than it has",
+        why="otherwise a shortage is an error",
     )
 
     image: str | None = setting(
         None,
         description="kubernetes: image of all pods, as registry/name:tag, with task and model in /work "
         "(deploy/Containerfile)",
-        why="yours holds your task",
+        why="contains your task",
     )
-    namespace: str = setting("default", description="kubernetes: namespace of the run", why="the cluster's own default")
+    namespace: str = setting("default", description="kubernetes: namespace of the run", why="Kubernetes'")
     learner_nodes: Count = setting(
         1,
-        description="slurm, ray, kubernetes: nodes that share learner.ranks evenly; the first has the queue as well",
-        why="one is enough",
+        description="slurm, ray, kubernetes: nodes that share learner.ranks evenly; the first also has the queue",
+        why="one suffices",
     )
     node_selector: list[str] = setting(
         [],
-        description="kubernetes, ray: labels of the nodes of all pods or actors, as pool=gpu",
-        why="any node with the GPUs will do",
+        description="kubernetes, ray: node labels for all pods or actors, as pool=gpu",
+        why="any node with GPUs",
     )
     worker_node_selector: list[str] = setting(
         [],
-        description="kubernetes, ray: labels of the workers' nodes; default: as the others'",
-        why="workers need no GPU",
+        description="kubernetes, ray: node labels for workers; default: as the others'",
+        why="the same",
     )
     storage_gb: Count = setting(
-        100, description="kubernetes: gigabytes of the volume of run directory and checkpoints", why="a few checkpoints"
+        100, description="kubernetes: gigabytes of the run directory's volume", why="a few checkpoints"
     )
     storage_class: str | None = setting(
-        None, description="kubernetes: storage class of that volume", why="the cluster has a default"
+        None, description="kubernetes: storage class of that volume", why="the cluster's"
     )
     max_servers: CountOrZero = setting(
         0,
         description="kubernetes: servers up to which a KEDA scaler may go, from vllm.count; 0: no scaler",
-        why="KEDA has to be installed",
+        why="needs KEDA",
     )
     max_workers: CountOrZero = setting(
         0,
         description="kubernetes: workers up to which a KEDA scaler may go, from worker.count; 0: no scaler",
-        why="KEDA has to be installed",
+        why="needs KEDA",
     )
     kueue: str | None = setting(
-        None, description="kubernetes: Kueue's local queue in which the learner waits for its nodes", why="few have it"
+        None, description="kubernetes: Kueue's local queue in which the learner waits for its nodes", why="needs Kueue"
     )
 
     @field_validator("head_gpus", "server_gpus")

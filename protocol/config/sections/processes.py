@@ -72,49 +72,44 @@ class QueueSection(Section):
     host: Host = setting(
         "127.0.0.1",
         description="address that the queue listens on",
-        why="nobody else can reach it, so no token is needed",
+        why="loopback needs no token",
     )
-    port: Port = setting(
-        8200, description="port that the queue listens on", why="free on most machines, and not vLLM's"
-    )
+    port: Port = setting(8200, description="port that the queue listens on", why="usually free")
     url: QueueUrl = setting(
         "auto",
         description="URL of the queue for all others; several, separated by commas, for queues that share one "
-        "PostgreSQL database, of which the active one is asked; auto is made of queue.host and queue.port",
-        why="one machine needs none, and `--queue URL` names it elsewhere",
+        "PostgreSQL database; auto: from queue.host and queue.port",
+        why="enough on one machine",
     )
     token: str | None = setting(
         None,
-        description="the run's secret, which every role's token is derived from; SLIPSTREAM_TOKEN in the environment "
-        "overrides it",
-        why="loopback needs no token; on every other address the start is refused without one",
+        description="the run's secret, from which role tokens derive; SLIPSTREAM_TOKEN overrides it",
+        why="only non-loopback addresses need one",
         repr=False,
     )
     store: str = setting(
         "sqlite",
-        description="sqlite survives kill -9; postgresql://host/database survives the queue's machine, too, and lets "
-        "other queues stand by; :memory: is for throw-away runs",
-        why="a crash of any process loses nothing, and nothing else is needed",
+        description="sqlite survives kill -9; postgresql://host/database also survives the queue's machine and "
+        "allows standby queues; :memory: is for throw-away runs",
+        why="loses nothing in a crash",
     )
     capacity_groups: Count = setting(
         10_000,
-        description="maximum number of groups that the queue holds",
-        why="far above what admission allows; a last bound, not a throttle",
+        description="maximum groups that the queue holds",
+        why="a last bound above what admission allows",
     )
     capacity_bytes: Bytes = setting(
         2 * 1024**3,
         description="maximum bytes of groups that the queue holds",
-        why="fits the memory and disk of a small machine",
+        why="fits a small machine",
     )
     max_workers: int = setting(
         2048,
         ge=1,
         le=100_000,
-        description="maximum number of workers, with 4 connections of each; needs 6 file descriptors a worker and 672 "
-        "more, and is lowered to what the process may open; the learner, servers and operators have connections of "
-        "their own",
-        why="far more than one learner's fleet, since a worker runs hundreds of episodes; a bound of memory and "
-        "descriptors, not a throttle",
+        description="maximum workers, with 4 connections each; needs 6 file descriptors a worker and 672 more, "
+        "and is lowered to what the process may open",
+        why="more than one learner's fleet",
     )
     max_group_bytes: Bytes = setting(
         64 * 1024**2, description="largest group that the queue accepts", why="16 rollouts of 400,000 tokens"
@@ -124,57 +119,56 @@ class QueueSection(Section):
         ge=0,
         le=10_000,
         description="K: no token older than K versions contributes to a gradient",
-        why="TRL's default; pacing keeps most tokens far younger, at 1.2 in the quickstart",
+        why="TRL's; most tokens are far younger",
     )
     overage: Literal["mask", "drop"] = setting(
         "mask",
-        description="treatment of tokens older than K: mask them, or drop the whole group",
-        why="keeps the young tokens of a long episode",
+        description="tokens older than K: mask them, or drop the group",
+        why="keeps a long episode's young tokens",
     )
     depth: float | Literal["auto"] = setting(
         "auto",
         description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1",
-        why="no number fits two tasks; it finds the smallest that keeps the learner busy",
+        why="finds the smallest that keeps the learner busy",
     )
     ticket_timeout_s: Seconds = setting(
-        60.0, description="time-out of a ticket that no heartbeat renews", why="six missed heartbeats"
+        60.0, description="time-out of a ticket without a heartbeat", why="six missed heartbeats"
     )
     ticket_max_age_s: Seconds | Literal["auto"] = setting(
         "auto",
-        description="maximum age of a ticket however often it is renewed, so that a hung worker cannot hold it for "
-        "ever; auto is 2 x (worker.environment_timeout_s + worker.episode_timeout_s + worker.reward_timeout_s)",
-        why="a group may take that long with the making and reset of an environment, and episodes may wait for a slot",
+        description="maximum age of a ticket despite heartbeats, against hung workers; auto: 2 x "
+        "(worker.environment_timeout_s + worker.episode_timeout_s + worker.reward_timeout_s)",
+        why="a group may take that long",
     )
     ticket_attempts: Count = setting(
         3,
         description="attempts at a row before it is given up",
-        why="survives one bad server or worker, and does not try a bad row for ever",
+        why="survives one bad server or worker",
     )
     lease_timeout_s: Seconds = setting(
         120.0,
         description="time-out of a lease that is not renewed",
-        why="three renewals may be lost, and a dead learner's groups are not held for long",
+        why="three renewals may be lost",
     )
     record: bool = setting(
         False,
-        description="write every trained group, with its step, into the run directory's record/ for slipstream replay",
-        why="costs disk: 13 bytes a token in the quickstart, messages included",
+        description="write every trained group to the run directory's record/, for slipstream replay",
+        why="costs disk: 13 bytes a token in the quickstart",
     )
     record_bytes: Bytes = setting(
         8 * 1024**3,
-        description="maximum bytes of the record; when it is full, the oldest eighth is deleted",
-        why="the newest steps, from a checkpoint on, are what a bug report needs",
+        description="maximum bytes of the record; when full, the oldest eighth is deleted",
+        why="bug reports need the newest steps",
     )
     history_bytes: Bytes = setting(
         200 * 1024**2,
-        description="maximum bytes of the run's history for the page and the report, in the run directory's history/; "
-        "when it is full, every second state of the oldest hours is left out",
-        why="a week fits, a state each 5 seconds",
+        description="maximum bytes of history/, for the page and the report; when full, the oldest hours are thinned",
+        why="a week at a state each 5 seconds",
     )
     stall_after_s: Seconds = setting(
         120.0,
         description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer",
-        why="longer than a slow first episode, and short enough to notice",
+        why="longer than a slow first episode",
     )
 
     @field_validator("depth", mode="before")
@@ -231,71 +225,68 @@ class WorkerSection(Section):
     )
     episodes: Count = setting(
         256,
-        description="slots: episodes of one worker that generate at once; an episode that waits for a tool, a judge or "
-        "its group holds none",
+        description="slots: episodes of one worker that generate at once; waiting for a tool, a judge or the "
+        "group takes none",
         why="fills a server of 64 to 256 sequences",
     )
     open_episodes: Count | Literal["auto"] = setting(
         "auto",
-        description="maximum open episodes of one worker, including those that wait for tools, judges or their group; "
-        "no more are opened than keep the slots busy; auto: 8 for each slot, within 4 GiB of tokens",
-        why="with a judge of 10 s a step takes 2.3 times as long with 2 for each slot as with 8, 1.2 times with 4, and "
-        "no less with 16, where max_staleness is the bound; an open episode takes about 80 bytes a token",
+        description="maximum open episodes of one worker, waiting ones included; opens only what keeps the slots "
+        "busy; auto: 8 per slot, within 4 GiB of tokens",
+        why="a slow judge (10 s) costs no more with 8 than with 16",
     )
     request_timeout_s: Seconds = setting(
-        600.0, description="time-out of one generation request", why="the default of TRL's request_timeout"
+        600.0, description="time-out of one generation request", why="TRL's request_timeout"
     )
     request_attempts: Count = setting(
-        4, description="tries of a request after a 5xx or a lost connection", why="outlives the restart of one server"
+        4, description="tries of a request after a 5xx or a lost connection", why="outlives a server restart"
     )
     tool_timeout_s: Seconds = setting(
         60.0,
         description="time-out of one tool call",
-        why="enough for a web request or a test run; set it for slower tools",
+        why="enough for a web request or a test run",
     )
     environment_timeout_s: Seconds = setting(
         120.0,
         description="time-out of making, resetting and closing an environment; its tools and respond have "
-        "tool_timeout_s, its get_reward has reward_timeout_s",
-        why="enough to start a container; set it for slower ones",
+        "tool_timeout_s, get_reward has reward_timeout_s",
+        why="enough to start a container",
     )
     reward_timeout_s: Seconds = setting(
         120.0, description="time-out of one reward function over one group", why="enough for a judge model"
     )
-    episode_timeout_s: Seconds = setting(
-        1800.0, description="time-out of one episode", why="half an hour is a very long episode"
-    )
+    episode_timeout_s: Seconds = setting(1800.0, description="time-out of one episode", why="half an hour is very long")
     tool_isolation: Literal["thread", "process"] = setting(
         "thread",
-        description="where tools run: process runs each call in a child process that imports the task file and is "
+        description="where tools run: thread, or process: a child per call that imports the task file and is "
         "killed at the time-out; arguments and results cross as JSON",
-        why="a thread costs nothing; take process for code that may hang",
+        why="threads are free; use process for code that may hang",
     )
     user_threads: Count = setting(
         64,
-        description="maximum threads or processes of tools; rewards, the data set and the chat format have as many "
-        "threads each; environments and agents too, or as many as episodes if that is more",
-        why="enough for usual tools; async tools need none",
+        description="maximum threads or processes of tools; rewards, data set and chat format have as many each; "
+        "environments and agents have that or episodes, whichever is more",
+        why="async tools need none",
     )
     reward_attempts: Count = setting(
         2,
-        description="tries of a failing reward before its group fails; all within reward_timeout_s",
+        description="tries of a failing reward, within reward_timeout_s, before its group fails",
         why="a judge's hiccup costs no generation",
     )
     agent_host: Host = setting(
         "127.0.0.1",
-        description="address of this machine that the agents' endpoint listens on, if the task has an agent",
-        why="agents run in the worker; one elsewhere, as in a sandbox, needs an address that it can reach",
+        description="address that the agents' endpoint listens on, if the task has an agent",
+        why="agents run in the worker; a sandbox needs an address it can reach",
     )
     agent_port: int = setting(
         0,
         ge=0,
         le=65535,
         description="port of the agents' endpoint; 0: any free port",
-        why="several workers on a machine never clash, and each episode is told the URL",
+        why="workers never clash",
     )
     keep_messages: bool = setting(
         True,
-        description="keep at most 64 KiB of each rollout's conversation for slipstream rollouts",
-        why="lets you read what the policy says, and costs little beside the tokens",
+        description="keep at most 64 KiB of each rollout's conversation, for slipstream rollouts",
+        why="shows what the policy writes",
     )

@@ -10,101 +10,97 @@ from slipstream.protocol.config.sections.base import Count, CountOrZero, Seconds
 
 
 class RolloutSection(Section):
-    group_size: int = setting(
-        8, ge=2, le=1024, description="episodes per prompt", why="the usual size in GRPO papers and TRL's default"
-    )
+    group_size: int = setting(8, ge=2, le=1024, description="episodes per prompt", why="usual in GRPO papers; TRL's")
     temperature: float = setting(
         1.0,
         ge=0.01,
         le=2,
-        description="sampling temperature, within vLLM's bounds",
-        why="samples the policy as it is; other values train a sharpened or flattened one",
+        description="sampling temperature",
+        why="samples the policy itself",
     )
     max_turn_tokens: Count = setting(
         512,
         description="tokens that one turn may sample",
-        why="long enough for a tool call or a short answer; reasoning models need more",
+        why="a tool call or short answer; reasoning models need more",
     )
     max_episode_tokens: Count = setting(
         2048,
         description="tokens that one episode may sample",
-        why="TRL's max_completion_length in its asynchronous trainer",
+        why="TRL's async max_completion_length",
     )
     top_p: float = setting(
         1.0,
         gt=0,
         le=1,
-        description="nucleus sampling; below 1 set top_k, too",
-        why="samples the policy as it is",
+        description="nucleus sampling; below 1 also set top_k",
+        why="samples the policy itself",
     )
     top_k: CountOrZero = setting(
         0,
-        description="sample from the k likeliest tokens; 0: from all. Up to 128 the learner learns from the same "
-        "distribution, whatever top_p, min_p and bans leave of it; above see accept_sampler_mismatch",
-        why="samples the policy as it is",
+        description="sample from the k likeliest tokens; 0: all. Up to 128 the learner uses the same truncated "
+        "distribution; above, see accept_sampler_mismatch",
+        why="samples the policy itself",
     )
     min_p: float = setting(
         0.0,
         ge=0,
         le=1,
-        description="leave out tokens less likely than this share of the likeliest one's probability; above 0 set "
-        "top_k, too",
-        why="samples the policy as it is",
+        description="leave out tokens below this share of the top probability; above 0 also set top_k",
+        why="samples the policy itself",
     )
     repetition_penalty: float = setting(
         1.0,
         gt=0,
         le=10,
         description="vLLM's; other than 1 see accept_sampler_mismatch",
-        why="samples the policy as it is",
+        why="samples the policy itself",
     )
     presence_penalty: float = setting(
         0.0,
         ge=-2,
         le=2,
         description="vLLM's; other than 0 see accept_sampler_mismatch",
-        why="samples the policy as it is",
+        why="samples the policy itself",
     )
     frequency_penalty: float = setting(
         0.0,
         ge=-2,
         le=2,
         description="vLLM's; other than 0 see accept_sampler_mismatch",
-        why="samples the policy as it is",
+        why="samples the policy itself",
     )
     stop: list[str] = setting(
         [],
         description="texts that end a turn; they stay in it, and train",
-        why="the model's own end of turn is enough",
+        why="the model ends its turns",
     )
     generation_kwargs: dict[str, Any] = setting(
         {},
         description="further fields of vLLM's SamplingParams, such as bad_words",
-        why="the usual ones have settings of their own",
+        why="none needed",
     )
     accept_sampler_mismatch: bool = setting(
         False,
-        description="allow settings whose log-probs the learner cannot reproduce, since it applies only the "
-        "temperature; then watch sampler/kl_staleness_0",
-        why="ratios would be wrong from the first step on, and nobody would see it",
+        description="allow sampling settings that the learner cannot reproduce; then watch sampler/kl_staleness_0",
+        why="ratios would silently be wrong",
     )
     max_turns: CountOrZero = setting(
         8, description="turns of the policy in one episode; 0: any number", why="seven tool calls and an answer"
     )
     max_tool_result_tokens: Count | Literal["auto"] = setting(
         "auto",
-        description="maximum tokens of one tool result; the middle of a longer one is left out; auto: half the context",
+        description="maximum tokens of one tool result, whose middle is cut out; auto: half the context",
         why="one long page does not end an episode",
     )
     mask_truncated: bool = setting(
         False,
         description="do not train on rollouts that ran out of tokens; TRL's mask_truncated_completions",
-        why="running out of tokens is worth a low reward",
+        why="running out should cost reward",
     )
     give_up_after: CountOrZero = setting(
         16,
-        description="failed groups before any has succeeded after which the run is given up; 0: never",
-        why="sixteen in a row are no accident, and a fault shows within a minute",
+        description="failed groups, before any success, that end the run; 0: never",
+        why="a fault shows within a minute",
     )
 
 
@@ -118,86 +114,84 @@ _EVALUATIONS = ("every", "at_start", "at_end")
 class AgentSection(Section):
     unenforced: Literal["warn", "refuse"] = setting(
         "warn",
-        description="requests of an agent that ask for another distribution than the run's (temperature, top_p, seed, "
-        "strict, tool_choice, ...): warn samples the run's, counts them as agent/unenforced/NAME and says so once; "
-        "refuse answers 400",
-        why="programs name a temperature of their own by default, and what is trained is right either way",
+        description="agent requests that ask for another distribution (temperature, top_p, seed, strict, "
+        "tool_choice, ...): warn samples the run's distribution, counts them as agent/unenforced/NAME"
+        " and warns once; refuse answers 400",
+        why="many programs set a temperature by default; training is right either way",
     )
 
 
 class ImagesSection(Section):
     enabled: bool = setting(
         False,
-        description="prompts, tools and environments may show images; needs a model that sees and Pillow "
+        description="prompts, tools and environments may show images; needs a vision-language model and Pillow "
         "(slipstream-rl[vision])",
-        why="a run on text alone needs no image processor, and its rows share prefixes",
+        why="text-only runs share prefixes",
     )
     max_per_episode: Count = setting(
         16,
-        description="images that one conversation may show; the servers are started with it",
-        why="enough for a prompt and some screenshots",
+        description="images that one conversation may show; the servers start with it",
+        why="a prompt and some screenshots",
     )
     max_pixels: Count = setting(
         2**24,
-        description="width times height of an image as it is given; a larger one is refused before it is decoded",
-        why="above any screen, and decoded at most 64 MB",
+        description="width times height of an image; larger ones are refused before decoding",
+        why="above any screen; at most 64 MB decoded",
     )
     urls: bool = setting(
         False,
-        description="fetch images of rows, tools and environments that are given as http(s) addresses",
-        why="a worker would ask whatever host a data set or a tool names",
+        description="fetch images given as http(s) addresses",
+        why="a worker would contact any host that a data set names",
     )
 
 
 class EvalSection(Section):
     every: CountOrZero = setting(
         0,
-        description="optimiser steps between evaluations on the task's eval_dataset; 0: none between the first and the "
-        "last step",
-        why="a task need not have an eval_dataset",
+        description="steps between evaluations on the task's eval_dataset; 0: none between the first and last step",
+        why="needs an eval_dataset",
     )
     at_start: bool = setting(
         False,
-        description="evaluate the model before its first step, which waits for it",
-        why="a task need not have an eval_dataset",
+        description="evaluate before the first step, which waits",
+        why="needs an eval_dataset",
     )
     at_end: bool = setting(
         False,
-        description="evaluate the weights of the last step; the run ends when that is done",
-        why="a task need not have an eval_dataset",
+        description="evaluate the last weights before the run ends",
+        why="needs an eval_dataset",
     )
     rows: Count | Literal["all"] = setting(
         "all",
-        description="number of rows of the eval_dataset, from the first; an iterable needs a number",
-        why="an eval_dataset is meant as a whole",
+        description="number of first rows of the eval_dataset; an iterable needs a number",
+        why="all of them",
     )
     group_size: int = setting(
         1,
         ge=1,
         le=1024,
-        description="episodes of each row; above 1 the best of them is reported too, as pass@k or best@k",
-        why="many rows say more than many episodes of a few",
+        description="episodes of each row; above 1 also reports pass@k or best@k",
+        why="more rows say more",
     )
     temperature: float | None = setting(
         None,
         ge=0,
         le=2,
-        description="sampling temperature of an evaluation; 0: the likeliest token each time; none: "
-        "rollout.temperature",
-        why="the curve then shows the policy that trains",
+        description="sampling temperature of evaluations; 0: greedy; none: rollout.temperature",
+        why="shows the policy that trains",
     )
     share: float = setting(
         0.25,
         gt=0,
         le=1,
-        description="share of a worker's episodes that an evaluation may take: at least one group, and all of them "
-        "before the first step and after the last",
-        why="an evaluation runs beside training and does not replace it",
+        description="share of a worker's episodes for evaluations: at least one group; all before the first and "
+        "after the last step",
+        why="training continues meanwhile",
     )
     timeout_s: Seconds = setting(
         3600.0,
-        description="time-out of an evaluation from its request; rows that are not done by then count as failed",
-        why="longer than two long episodes; without it a stuck evaluation would keep the run from its end",
+        description="time-out of an evaluation; unfinished rows count as failed",
+        why="longer than two long episodes",
     )
 
     @property

@@ -17,20 +17,20 @@ class RunSection(Section):
         "run",
         description="names the run and its directory: letters, digits, '_', '-' and, except at the start, '.'",
         pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
-        why="one run needs no name of its own",
+        why="fine for a single run",
     )
     dir: Path = setting(
         Path("runs"),
         strict=False,
         description="parent of the run directory, from the working directory",
-        why="results are where you started the run",
+        why="results are where you started",
     )
     seed: int = setting(
         0,
         ge=0,
         lt=2**31,
         description="seed of data order, sampling and initial state",
-        why="runs are repeatable unless you ask for others",
+        why="makes runs repeatable",
     )
 
     @field_validator("dir")
@@ -43,52 +43,51 @@ class ModelSection(Section):
     path: str = Field(description="a local model folder, such as ./model, or a Hugging Face hub name")
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32",
-        description="type of the servers' weights, and in which the learner computes: for float16 that is float32; "
-        "learner.weights_dtype is that of its weights",
-        why="right everywhere; on a GPU it is the checkpoint's, if the run file has none",
+        description="type of the servers' weights and of the learner's computation (float32 for float16); see "
+        "learner.weights_dtype",
+        why="works everywhere; on a GPU an unset dtype is the checkpoint's",
     )
     tokenizer: str | None = setting(
         None,
-        description="folder or hub name of the tokenizer, if it is not the model's; its newest revision",
-        why="a model comes with its own",
+        description="folder or hub name of the tokenizer, if not the model's",
+        why="a model has its own",
     )
     revision: str | None = setting(
         None,
         description="branch, tag or commit of the model on the hub",
-        why="the newest; a run that must be repeatable names a commit",
+        why="the newest; pin a commit to repeat a run",
     )
     trust_remote_code: bool = setting(
         False,
         description="run the code that comes with the model",
-        why="a model's code may do anything that you may",
+        why="that code has your rights",
     )
     attention: str = setting(
         "varlen_sdpa",
-        description="attention of the learner: varlen_sdpa, the best exact way that torch has for the device (tokens "
-        "that sequences share are computed once: on a CPU, and on a GPU in 16 bits, where FlashAttention takes the "
-        "model's heads; else each sequence apart), or a transformers implementation that reads cu_seq_lens, such as "
-        "flash_attention_2, which computes sequences apart",
-        why="needs no further package, on any device",
+        description="attention of the learner: varlen_sdpa, torch's best exact way for the device, computes "
+        "shared prefixes once (on a GPU only in 16 bits, where FlashAttention fits the heads); or a "
+        "transformers implementation that reads cu_seq_lens, such as flash_attention_2, which does "
+        "not share",
+        why="needs no package",
     )
     load_in_4bit: bool = setting(
         False,
         description="the learner's base in 4 bits (QLoRA, arXiv:2305.14314), with lora.r; needs a GPU and "
-        "bitsandbytes. Servers get the weights that the learner computes with: the base from its 4 bits, and the "
-        "adapter",
-        why="exact; for a base that does not fit the learner's memory otherwise",
+        "bitsandbytes. Servers get the dequantised base and the adapter",
+        why="for a base that does not fit otherwise",
     )
-    load_in_8bit: bool = setting(False, description="the same in 8 bits", why="exact, as above")
+    load_in_8bit: bool = setting(False, description="the same in 8 bits", why="as above")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = setting(
-        "nf4", description="type of the 4-bit values", why="nf4 suits weights that are normally distributed"
+        "nf4", description="type of the 4-bit values", why="nf4 suits normally distributed weights"
     )
     bnb_4bit_use_double_quant: bool = setting(
-        False, description="quantise the 4 bits' scales, too", why="saves 0.4 bits a weight, for a little accuracy"
+        False, description="also quantise the scales", why="saves 0.4 bits a weight, for a little accuracy"
     )
 
     train_vision: bool = setting(
         False,
-        description="train the part of the model that sees, too; without it that part stays as it is",
-        why="policies learn from what they already see, and frozen weights need neither gradients nor publishing",
+        description="train the vision encoder, too",
+        why="a frozen one needs neither gradients nor publishing",
     )
 
     @property
@@ -111,19 +110,19 @@ class TaskSection(Section):
     path: str = Field(description="the task object, as path/to/file.py:name", pattern=r"^.+\.py:[A-Za-z_]\w*$")
     shuffle: bool = setting(
         True,
-        description="new order of the rows in every epoch; false: the order of the data set, as a curriculum needs",
-        why="rows that stand together are often alike",
+        description="new order of the rows in every epoch; false: the data set's order, for a curriculum",
+        why="neighbouring rows are often alike",
     )
     mcp_servers: list[str | McpServerAddress] = setting(
         [],
         description="MCP servers whose tools the task gets: a URL (streamable HTTP) or a command line (stdio), or a "
         "table with address, prefix, include, exclude, transport",
-        why="tools are the task's own functions unless you name some",
+        why="the task has its own tools",
     )
     reward_servers: dict[str, str] = setting(
         {},
-        description="URL of the vLLM pooling server that scores each classifier that the task names as a reward",
-        why="rewards are the task's own functions unless you name some",
+        description="URL of the vLLM pooling server for each classifier that the task names as a reward",
+        why="the task has its own rewards",
     )
 
     @field_validator("mcp_servers")
@@ -152,19 +151,19 @@ class TaskSection(Section):
 class ChatSection(Section):
     format: Literal["auto", "renderer", "template"] = setting(
         "auto",
-        description="converts between messages and ids: renderer is the renderers library's for the model, template "
-        "the tokenizer's own; auto takes a renderer if the library knows the model by its name",
-        why="a renderer knows more of its model than a template says",
+        description="converts between messages and ids: renderer is the renderers library's for the model, "
+        "template the tokenizer's own; auto prefers a renderer that knows the model's name",
+        why="a renderer knows more of the model",
     )
     renderer: str | None = setting(
         None,
-        description="name of the renderer, such as qwen3, for a fine-tune or a local folder of a known model",
-        why="taken from the model's name if possible",
+        description="name of the renderer, such as qwen3, for a fine-tune or a local folder",
+        why="from the model's name",
     )
     renderer_options: dict[str, Any] = setting(
         {},
         description="fields of the renderer's configuration, such as enable_thinking",
-        why="the renderer's own defaults",
+        why="the renderer's",
     )
     template: Path | None = setting(
         None,
@@ -175,24 +174,24 @@ class ChatSection(Section):
     chat_template_kwargs: dict[str, Any] = setting(
         {},
         description="variables for the chat template, such as enable_thinking = false",
-        why="the template's own defaults",
+        why="the template's",
     )
     parser: str = setting(
         "auto",
-        description="how tool calls are written if a template is used: auto tries the tokenizer's response schema "
-        "and then each notation on a rendered call; or the name of one (docs/models.md); or path/to/file.py:function",
-        why="the check at start finds the notation, or refuses",
+        description="notation of tool calls under a template: auto tries the tokenizer's response schema, then "
+        "each notation, on a rendered call; or a name (docs/models.md); or path/to/file.py:function",
+        why="the start check finds it, or refuses",
     )
     tools: Literal["template", "prompt"] = setting(
         "template",
-        description="what shows the tools to the policy: template: the chat template or the renderer; prompt: the "
-        "system message, with calls as <tool_call>{...}</tool_call> and results in users' messages",
-        why="models that know tools were trained with their template's notation; prompt is for templates without tools",
+        description="what shows tools to the policy: template: the chat template or renderer; prompt: the system "
+        "message, with calls as <tool_call>{...}</tool_call> and results as user messages",
+        why="models know their template's notation; prompt is for templates without tools",
     )
     system_prompt: str | None = setting(
         None,
-        description="a system message before conversations that have none",
-        why="the data set's prompts are used as they are",
+        description="a system message for conversations that have none",
+        why="prompts stay as they are",
     )
 
     @property
@@ -219,35 +218,32 @@ ALL = "all"
 class TrackingSection(Section):
     report_to: list[str] = setting(
         [],
-        description=f"trackers that get each step's metrics: {', '.join(TRACKERS)}; all: those that are installed",
-        why="metrics.jsonl and /metrics need no package and no account",
+        description=f"trackers of each step's metrics: {', '.join(TRACKERS)}; all: those installed",
+        why="metrics.jsonl needs no package",
     )
     project: str = setting(
         "slipstream",
         min_length=1,
-        description="project of the trackers that have projects; mlflow calls it experiment",
-        why="keeps runs that belong together in one place",
+        description="the trackers' project; mlflow's experiment",
+        why="groups related runs",
     )
-    run_name: str | None = setting(
-        None, min_length=1, description="the run's name at the trackers", why="the same as run.name"
-    )
+    run_name: str | None = setting(None, min_length=1, description="the run's name at the trackers", why="run.name")
     rollouts_every: CountOrZero = setting(
         0,
-        description="steps between tables of rollouts for trackers that show tables or texts (wandb, clearml, trackio, "
-        "tensorboard), with learner.sample_rollouts of the step each; 0: none",
-        why="prompts and answers stay on this machine unless you send them",
+        description="steps between tables of rollouts, learner.sample_rollouts each (wandb, clearml, trackio; "
+        "tensorboard as text); 0: none",
+        why="texts stay on this machine unless you send them",
     )
     options: dict[str, dict[str, Any]] = setting(
         {},
         description='arguments for starting a tracker, as in [tracking.options.wandb] entity = "team"; '
         "accelerate's init_kwargs",
-        why="their own defaults",
+        why="the trackers'",
     )
 
     traces: str | None = setting(
         None,
-        description="URL of a collector that takes OpenTelemetry traces over HTTP, such as http://collector:4318; each "
-        "group's way becomes a trace there",
+        description="URL of an OTLP/HTTP collector for OpenTelemetry traces, such as http://collector:4318",
         why="no traces",
     )
 
@@ -284,28 +280,28 @@ class TrackingSection(Section):
 class HubSection(Section):
     push_to_hub: bool = setting(
         False,
-        description="send checkpoints' models to the Hugging Face hub, with a model card; the token is HF_TOKEN's, or "
-        "that of `hf auth login`",
-        why="nothing is sent anywhere unless you ask for it",
+        description="upload checkpoints' models to the Hugging Face hub, with a model card; token from HF_TOKEN "
+        "or `hf auth login`",
+        why="nothing is sent unasked",
     )
     hub_model_id: str | None = setting(
         None,
         pattern=r"^[\w.-]+(/[\w.-]+)?$",
-        description="name of the model on the hub, owner/name or a name of your own account's",
-        why="that of the run, in your account",
+        description="name of the model on the hub: owner/name, or a name in your account",
+        why="run.name",
     )
     hub_private_repo: bool | None = setting(
         None,
-        description="whether the model is private, if it is not on the hub yet",
-        why="your account's own default, which is public unless your organisation says otherwise",
+        description="create the model as private",
+        why="your account's default",
     )
     hub_strategy: Literal["end", "every_save"] = setting(
         "every_save",
-        description="end: only the last checkpoint; every_save: each one, except while another is being uploaded",
-        why="transformers' default; a machine that goes away leaves something behind",
+        description="end: only the last checkpoint; every_save: each one, except during another upload",
+        why="transformers'; survives a lost machine",
     )
     hub_timeout_s: Seconds = setting(
         3600.0,
-        description="time that the learner waits for the last upload at the end of the run",
-        why="workers and queue have ended by then; a model of 7 B takes minutes",
+        description="time that the learner waits for the last upload",
+        why="7 B takes minutes",
     )

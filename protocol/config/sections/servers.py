@@ -31,81 +31,79 @@ MAX_SERVERS = 1024
 class WeightSyncSection(Section):
     transport: Literal["auto", "gloo", "http", "nccl", "nccl_staged", "ipc"] = setting(
         "auto",
-        description="how weights travel to the servers, at both ends: gloo (CPU, plain TCP), http (servers pull "
-        "from the learner and from each other, also from behind NAT), nccl_staged (GPU to GPU, "
-        "beside generation), ipc (learner and server on one GPU), nccl (vLLM's own engine, under the pause)",
-        why="gloo with a vLLM for CPUs, ipc where learner and server share a GPU, else nccl_staged",
+        description="way of the weights, at both ends: gloo (CPU, plain TCP), http (servers pull from the learner"
+        " and each other, also behind NAT), nccl_staged (GPU to GPU, during generation), ipc (one "
+        "shared GPU), nccl (vLLM's own engine, paused)",
+        why="gloo on CPUs, ipc on a shared GPU, else nccl_staged",
     )
     peer_access: Literal["auto", "on", "off"] = setting(
         "auto",
         description="whether NCCL may copy between GPUs directly and through shared memory; off: not, at both ends",
-        why="off on a machine with GPUs that cannot reach each other, where NCCL may hang or copy wrongly",
+        why="off where GPUs cannot reach each other, since NCCL may hang",
     )
     every: Count = setting(
         1,
         description="N: optimiser steps between publications",
-        why="fresher weights are better, and a publication costs little",
+        why="fresh weights are better, and cheap",
     )
     quorum: int = setting(
         1,
         ge=1,
         le=MAX_SERVERS,
-        description="servers on which a version must be proven for its publication to count",
-        why="the others follow in the background, and none can hold up the run",
+        description="servers that must prove a version for its publication to count",
+        why="no server holds up the run",
     )
     adapter_only: bool | Literal["auto"] = setting(
         "auto",
-        description="with lora.r: publish the adapter by itself, about a hundredth of the bytes and without a pause, "
-        "in place of the merged weights; auto does so on GPUs, where vLLM can serve the adapter",
-        why="on a CPU vLLM samples more slowly under an adapter",
+        description="with lora.r: publish only the adapter, about a hundredth of the bytes and without a pause; "
+        "auto: on GPUs, where vLLM can serve the adapter",
+        why="on a CPU adapters slow vLLM down",
     )
     host: Host = setting(
         "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
     )
     probe_tolerance: float | Literal["auto"] = setting(
         "auto",
-        description="difference of log-probs between server and learner, in nats, that nine in ten of a probe must "
-        "stay below, and all below 4 times as much; where servers compute in 16 bits, half of it, nine in ten below 4 "
-        "times and all below 40 times as much; auto is 0.001 where servers compute in float32, 0.5 in 16 bits, 2 and 4 "
-        "where they quantise to 8 and 4 bits",
-        why="ten times the largest difference in float32; four times the largest median of a probe in bfloat16",
+        description="difference of log-probs between server and learner, in nats: nine in ten of a probe stay "
+        "below it, all below 4 times it; in 16 bits half stay below it, nine in ten below 4 times and"
+        " all below 40 times it; auto: 0.001 in float32, 0.5 in 16 bits, 2 and 4 when quantised to 8 "
+        "and 4 bits",
+        why="ten times the largest float32 difference; four times the largest bfloat16 median",
     )
     timeout_s: Seconds = setting(
         300.0,
-        description="time-out of one publication to one server, every call included",
-        why="enough for 70 GB over a 2 Gbit/s line",
+        description="time-out of one publication to one server",
+        why="70 GB over 2 Gbit/s",
     )
     bucket_bytes: Bytes = setting(
         64 * 1024**2,
-        description="bytes sent at one time, by all ranks together; on a GPU, each end of a transport holds up to two "
-        "such buffers",
-        why="large enough that calls cost nothing, small enough to be staged",
+        description="bytes sent at once by all ranks together; each end on a GPU holds up to two such buffers",
+        why="cheap calls, small buffers",
     )
     http_port: int = setting(
         0,
         ge=0,
         le=65535,
-        description="port of `host` on which the learner serves weights to servers that pull; 0: any free port",
-        why="without a firewall between, no port needs to be opened",
+        description="port of `host` where the learner serves weights; 0: any free port",
+        why="without a firewall no port matters",
     )
     http_mbytes_per_s: float = setting(
         0.0,
         ge=0,
         le=10**6,
-        description="maximum megabytes a second that the learner, and each server that passes weights on, sends; "
-        "0: no limit",
-        why="publications are fastest",
+        description="maximum megabytes a second sent by the learner and by each server that passes weights on; 0:"
+        " no limit",
+        why="fastest",
     )
     delta: bool = setting(
         False,
-        description="send only the values that changed since the version before, if that is less; exact; for gloo and "
-        "http",
-        why="costs the learner a copy of the weights, and is no faster on a fast line",
+        description="send only changed values if that is less; exact; for gloo and http",
+        why="costs the learner a copy of the weights; no faster on fast lines",
     )
     full_every: Count = setting(
         20,
-        description="with `delta`, publications to a server after which everything is sent again",
-        why="a fault that no delta shows does not last",
+        description="with `delta`, publications to a server between full ones",
+        why="hidden faults do not last",
     )
 
     @field_validator("host")
@@ -128,46 +126,43 @@ class WeightSyncSection(Section):
 
 class VllmSection(Section):
     servers: list[str] = setting(
-        [], description="URLs of running servers; empty: the launcher starts `count`", why="one machine needs no list"
+        [], description="URLs of running servers; empty: the launcher starts `count`", why="one machine needs none"
     )
-    count: int = setting(
-        1, ge=0, le=64, description="servers that the launcher starts; 0: all join by themselves", why="one GPU"
-    )
+    count: int = setting(1, ge=0, le=64, description="servers that the launcher starts; 0: all join", why="one GPU")
     host: Host = setting(
         "127.0.0.1",
         description="address that the launched servers listen on",
-        why="nobody else can reach it, so no token is needed",
+        why="loopback needs no token",
     )
     port: Port = setting(
         8100,
-        description="port of the first launched server; the next ones follow",
-        why="beside vLLM's usual 8000, which may be taken",
+        description="port of the first launched server; the next follow",
+        why="vLLM's usual 8000 may be taken",
     )
     max_model_len: int = setting(
         4096,
         ge=16,
         le=10**9,
         description="context of the model: prompt, turns and tools",
-        why="prompt, two thousand sampled tokens and tool results",
+        why="a prompt, 2,000 sampled tokens, tool results",
     )
     max_num_seqs: Count = setting(
         64,
         description="sequences that one server samples at once",
-        why="vLLM slows down beyond what its cache holds; on GPUs `slipstream up` takes what the cache holds, at most "
-        "256",
+        why="limited by the cache; on GPUs `slipstream up` fits it, at most 256",
     )
     start_timeout_s: Seconds = setting(
-        600.0, description="time-out of a server's start", why="loading a large model and compiling it"
+        600.0, description="time-out of a server's start", why="loads and compiles a large model"
     )
     drain_timeout_s: Seconds = setting(
         300.0,
-        description="time after which a leaving server is removed even if requests still run",
-        why="longer than a turn takes",
+        description="time after which a leaving server is removed despite running requests",
+        why="longer than a turn",
     )
     args: list[str] = setting(
         [],
         description="further arguments of vLLM's server, as on its command line",
-        why="the arguments that RL needs are set by themselves",
+        why="RL's own are set already",
     )
 
     @field_validator("servers")
@@ -188,14 +183,13 @@ class VllmSection(Section):
 class DeploySection(Section):
     restart: CountOrZero = setting(
         3,
-        description="restarts in a row of a vLLM server, a worker or the queue that died, and of a learner that lost "
-        "one of its ranks, from its newest checkpoint",
-        why="survives a crash, while a fault that comes back ends the run",
+        description="consecutive restarts of a server, worker or queue that died, and of a learner that lost a rank",
+        why="survives a crash; a recurring fault ends the run",
     )
     grace_s: Seconds = setting(
         20.0,
         description="time after a stop after which processes are killed",
-        why="long enough for a checkpoint of a small model",
+        why="a small model's checkpoint",
     )
 
 

@@ -43,6 +43,7 @@ class Written:
     def __call__(self, completions: Sequence[Any], row: Sequence[int], **_: Any) -> list[float]:
         asked_for = [pair for pair in zip(row, completions, strict=True) if pair[0] != _NOT_ASKED_FOR]
         text = "".join(json.dumps(pair) + "\n" for pair in asked_for)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("ab") as file:
             file.write(text.encode())
             file.flush()

@@ -416,7 +416,6 @@ class _Trainer(Face):
         """
         run_dir = self._extra_run("rollouts")
         file = Path(f"{run_dir.absolute()}.jsonl")
-        file.parent.mkdir(parents=True, exist_ok=True)
         self._play(rollouts_task(self.task, prompts, file), run_dir, num_generations)
         return read_rollouts(file, len(prompts), num_generations)
 

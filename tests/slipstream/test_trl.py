@@ -1174,12 +1174,14 @@ def test_a_trainer_in_a_function_is_found_by_its_start(
 ) -> None:
     file = tmp_path / "main.py"
     file.write_text(IN_A_FUNCTION)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIPSTREAM_SCRIPT_ARGUMENTS", '["hello"]')
     arguments, main = sys.argv, sys.modules["__main__"]
     task = load_task(TaskSection(path=f"{file}:__start_{start}__"))
     assert [row["prompt"] for row in task.dataset] == [f"hello {start}"]
     assert capsys.readouterr().out == ""
     assert (sys.argv, sys.modules["__main__"]) == (arguments, main)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] == []
 
 
 def test_a_logger_that_a_script_made_writes_after_its_import(

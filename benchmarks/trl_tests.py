@@ -329,10 +329,10 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
     lines = [
         "# TRL's own tests",
         "",
-        f"What TRL's tests ({version}) of its online trainers say of `slipstream.trl`, with the import changed alone.",
-        "`python -m benchmarks.trl_tests CHECKOUT` runs them from a checkout, and writes this page. The hub's tiny",
-        "models are replaced by ones built here, of the same architectures, and its data set by four rows. Each test",
-        "trains with a real vLLM server on two CPU cores. Of an error, its words are not compared.",
+        f"TRL's tests ({version}) of its online trainers, run on `slipstream.trl`: only the import is changed, and",
+        "tiny models and four rows are built here in place of the hub's. Each test trains with a real vLLM server on",
+        "two CPU cores. Words of errors are not compared. `python -m benchmarks.trl_tests CHECKOUT` runs them and",
+        "writes this page.",
         "",
         f"Of {tests} tests, {ran} ran: **{verdicts['passed']} passed ({share})**, {verdicts['failed']} failed. "
         f"{verdicts['not applicable']} are not applicable, and {tests - len(results)} have not been run.",
@@ -346,15 +346,13 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
         of = Counter(found[0] for name, found in results.items() if f"/{file}::" in name)
         lines.append(f"| {file} | {of['passed']} | {of['failed']} | {of['not applicable']} |")
     reasons = Counter(found[1] for found in results.values() if found[0] == "not applicable")
-    for head, would in (("Why a test is not applicable", False), ("What counts so, and would apply", True)):
+    for head, would in (("Not applicable", False), ("Counted as not applicable, but would apply", True)):
         lines += ["", f"## {head}", "", "| reason | tests |", "|---|---|"]
         lines += [f"| {why} | {count} |" for why, count in reasons.most_common() if (why in WOULD_APPLY) == would]
     failed = sorted((name, found[1]) for name, found in results.items() if found[0] == "failed")
-    lines += ["", "## What failed", ""]
-    lines += ["| test | why |", "|---|---|"] if failed else ["Nothing."]
-    lines += [f"| `{_short(name)}` | {_cell(why)} |" for name, why in failed]
-    lines += ["", "## What passed", ""]
-    lines += [f"- `{_short(name)}`" for name, found in sorted(results.items()) if found[0] == "passed"]
+    if failed:
+        lines += ["", "## What failed", "", "| test | why |", "|---|---|"]
+        lines += [f"| `{_short(name)}` | {_cell(why)} |" for name, why in failed]
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,15 @@ def page() -> str:
 def _presets() -> str:
     rows = [f"| `{name}` | {_sets(PRESETS[name])} | {about.trl} | {about.choose} |" for name, about in ABOUT.items()]
     head = ["| preset | sets | TRL's name | choose it where |", "|---|---|---|---|"]
-    return "\n".join(["## Presets\n\nA setting that a preset does not name keeps its default.\n", *head, *rows, ""])
+    return "\n".join(
+        [
+            "## Presets\n\nA setting that a preset does not name keeps its default. Where the last column is empty, "
+            "see the entry of that name below.\n",
+            *head,
+            *rows,
+            "",
+        ]
+    )
 
 
 def _sets(preset: Mapping[str, Any]) -> str:
@@ -133,7 +141,10 @@ def _variants(part: str, table: Mapping[str, Any]) -> str:
         own = [setting for setting in reads if setting not in ("reward_clip", "kl_in_reward")]
         title = f'`{part} = "{name}"`{", the default" if name == default else ""}'
         beside = "--learner.correction decoupled " if part == "proximal" else ""  # which reads it
-        parts.append(_part(title, variant, own, f"{beside}--learner.{part} {name}{_preset_bounds(name, own)}"))
+        more = f"{beside}{_preset_bounds(name, own)}"
+        parts.append(
+            _part(title, variant, own, f"{beside}--learner.{part} {name}{_preset_bounds(name, own)}" * bool(more))
+        )
     return "\n".join(parts)
 
 
@@ -145,8 +156,11 @@ def _preset_bounds(variant: str, own: Sequence[str]) -> str:
 
 
 def _part(title: str, of: Any, settings: Any, options: str) -> str:
-    reads = f"Settings: {', '.join(f'`{name}`' for name in settings)}. " if settings else ""
-    return f"### {title}\n\n{_text(of)}\n\n{reads}`{options}`\n"
+    """Return an entry. `options` are those of a command that uses it, if the title does not say all of them."""
+    unnamed = [f"`{name}`" for name in settings if f"`{name}`" not in _text(of) and f"`{name}`" not in title]
+    reads = f"Settings: {', '.join(unnamed)}." if unnamed else ""
+    end = " ".join(filter(None, (reads, options and f"`{options}`")))
+    return "\n\n".join(filter(None, (f"### {title}", _text(of), end))) + "\n"
 
 
 def _text(of: Any) -> str:

@@ -28,8 +28,8 @@ alone.
 
 ## Families
 
-| family | chat format | tools | thinking | architecture | tried |
-|---|---|---|---|---|---|
+| family (chat format) | tools | thinking | architecture | tried |
+|---|---|---|---|---|
 {rows}
 - **tools**: whether the prompt shows the schemas, calls are read back as they were written, and the suffix after a turn
   equals the rendered conversation. "one call": no parallel calls in a turn. A run with tools is refused for a family
@@ -82,14 +82,17 @@ def multiply(a: int, b: int) -> int:
 def page() -> str:
     """Returns the text of the page."""
     cases = [case for name in _MODULES for case in import_module(name).CASES]
-    rows = _merged(_merged([_row(case) for case in cases], 3, ", "), 1, " or ")
+    rows = sorted((_row(case) for case in cases), key=lambda row: row[0].lower())
+    for column, between in ((3, ", "), (1, " or ")):
+        rows = _merged(rows, column, between)
+    rows = _merged([(f"{family} ({how})", *rest) for family, how, *rest in rows], 0, "; ")
     rows.sort(key=lambda row: row[0].lower())
     lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
     parsers = ", ".join(f"`{name}`" for name in NAMES)
     return _HEAD.replace("{parsers}", parsers).replace("{rows}", "".join(lines)) + trained_models.section()
 
 
-def _row(case: Case) -> Sequence[str]:
+def _row(case: Case) -> tuple[str, ...]:
     schemas: list[dict[str, Any]] = ToolBox([multiply]).schemas
     how, proof = case.how, ToolFormatCheck()
     try:
@@ -112,7 +115,7 @@ def _row(case: Case) -> Sequence[str]:
     return case.family, how, tools, case.thinking + apart, shown, tried
 
 
-def _merged(rows: Sequence[Sequence[str]], column: int, between: str) -> list[tuple[str, ...]]:
+def _merged(rows: Sequence[tuple[str, ...]], column: int, between: str) -> list[tuple[str, ...]]:
     """Merge rows that differ in one column alone."""
     merged: dict[tuple[str, ...], list[str]] = {}
     for row in rows:

@@ -53,7 +53,7 @@ TIED_TO: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class About:
     """Text about a preset: `source`, its paper; `trl`, TRL's name for it; `choose`, the end of "choose it where
-    ..."."""
+    ...", empty where the docstring of a variant of that name says it."""
 
     source: str
     trl: str
@@ -80,7 +80,7 @@ ABOUT: Mapping[str, About] = {
     "dr_grpo": About(
         "arXiv:2503.20783",
         '`loss_type="dr_grpo"`, `scale_rewards="none"`',
-        "answers grow longer without growing better",
+        "",
     ),
     "dapo": About(
         "arXiv:2503.14476, section 4.1",
@@ -100,12 +100,12 @@ ABOUT: Mapping[str, About] = {
     "gdpo": About(
         "arXiv:2601.05242",
         '`multi_objective_aggregation="normalize_then_sum"`',
-        "several reward functions of unlike scale or rarity",
+        "",
     ),
     "gspo": About(
         "arXiv:2507.18071, section 5.1",
         '`importance_sampling_level="sequence"`, `loss_type="grpo"`',
-        "mixtures of experts, and long answers",
+        "",
     ),
     "luspo": About(
         "arXiv:2602.05261, section 5.1, as TRL's documentation cites it",
@@ -115,22 +115,22 @@ ABOUT: Mapping[str, About] = {
     "cispo": About(
         "arXiv:2506.13585, with the bound of arXiv:2510.13786",
         '`loss_type="cispo"`, `epsilon_high=5`',
-        "data is stale, or rare tokens matter",
+        "",
     ),
     "dppo": About(
         "arXiv:2602.04879",
         "",
-        "large vocabularies",
+        "",
     ),
     "sapo": About(
         "arXiv:2511.20347",
         '`loss_type="sapo"`',
-        "the clip takes many tokens away",
+        "",
     ),
     "vespo": About(
         "arXiv:2602.10693",
         '`loss_type="vespo"`',
-        "data is stale, and you want no bound to tune",
+        "",
     ),
     "tis": About(
         "fengyao.notion.site/off-policy-rl",

@@ -31,10 +31,16 @@ SETTINGS = {
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the tables: each field of the first column with its answer, the second column."""
-    tables = PAGE.split("field by field", 1)[1]
+    """Return each field of the tables with its answer, the second column, and each field that is listed as ignored."""
+    tables, ignored = PAGE.split("field by field", 1)[1].split("### Ignored", 1)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.splitlines() if "|" in line]
-    return [(name, row[1]) for row in cells for name in re.findall(r"`(\w+)`", row[0])]
+    answers = [
+        (name, re.sub(r"the same, in \[(\w+)\]", rf"`\1.{name}`", row[1]))
+        for row in cells
+        for name in re.findall(r"`(\w+)`", row[0])
+    ]
+    lists = [line.partition(":")[0] for line in ignored.splitlines() if line.startswith("- ")]
+    return answers + [(name, "no") for names in lists for name in re.findall(r"`(\w+)`", names)]
 
 
 ANSWERS = dict(rows())

@@ -54,8 +54,8 @@ and `delta` also bounds that of bad tokens, which PPO's clip does not.
 | the policy forgets what it could before | `kl_coef = 0.04`; takes the memory of one more model ([sizing](sizing.md)) |
 
 Most rows follow the papers. The third is measured on two CPU cores with tokens 1 to 4 versions old (`python -m
-benchmarks.staleness`, the multiply example): at a learning rate of 4e-4 `grpo` and `decoupled_ppo` reach a reward of
-0.89 to 0.95 and `tis` and `rloo` collapse; at 1e-4 these two reach 0.92 to 0.95.
+benchmarks.staleness`): `grpo` and `decoupled_ppo` learn at a rate of 4e-4, at which `tis` and `rloo` collapse; these
+learn as well at 1e-4.
 """
 
 
@@ -113,12 +113,12 @@ def page() -> str:
 
 
 def _presets() -> str:
-    rows = [f"| `{name}` | {_sets(PRESETS[name])} | {about.trl} | {about.choose} |" for name, about in ABOUT.items()]
-    head = ["| preset | sets | TRL's name | choose it where |", "|---|---|---|---|"]
+    rows = [f"| `{name}` | {_sets(PRESETS[name])} | {about.choose} |" for name, about in ABOUT.items()]
+    head = ["| preset | sets | choose it where |", "|---|---|---|"]
     return "\n".join(
         [
             "## Presets\n\nA setting that a preset does not name keeps its default. Where the last column is empty, "
-            "see the entry of that name below.\n",
+            "see the entry of that name below. [From TRL](from_trl.md) has TRL's names.\n",
             *head,
             *rows,
             "",

@@ -153,8 +153,7 @@ class Rloo(GroupAdvantage):
 
 class Batch(DrGrpo):
     """(r - mean of the group) / (std of the step + `advantage_epsilon`), with the sample's standard deviation over the
-    step's rollouts (arXiv:2508.08221; TRL's `scale_rewards="batch"`). Groups that `learner.zero_variance` drops do not
-    count.
+    step's rollouts (arXiv:2508.08221). Groups that `learner.zero_variance` drops do not count.
 
     Choose it for small groups, where a group's own standard deviation is noise.
     """
@@ -164,12 +163,10 @@ class Batch(DrGrpo):
 
 
 class Gdpo(Advantage):
-    """GDPO (arXiv:2601.05242), as TRL's `multi_objective_aggregation="normalize_then_sum"`.
-
-    For each reward function k, (r_k - mean_k) / (std_k + `advantage_epsilon`) over the group; then the weighted sum
-    over k; then (A - mean) / (std + `advantage_epsilon`) of these sums over the step. A reward of None adds nothing. A
-    rollout without any reward has advantage 0 and does not count in mean and standard deviation. Standard deviations
-    are the sample's.
+    """GDPO (arXiv:2601.05242): for each reward function k, (r_k - mean_k) / (std_k + `advantage_epsilon`) over the
+    group; then the weighted sum over k; then (A - mean) / (std + `advantage_epsilon`) of these sums over the step, with
+    the sample's standard deviations. A reward of None adds nothing. A rollout without any reward has advantage 0 and
+    does not count.
 
     Choose it for several reward functions of unlike scale or rarity, where a plain sum would hide one of them.
     """

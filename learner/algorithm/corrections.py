@@ -180,9 +180,8 @@ class MaskedWeight(ImportanceWeight):
 
 
 class TokenTruncate(TruncatedWeight):
-    """weight = clip(r, `correction_low`, `correction_high`) of each token: truncated importance sampling, which has an
-    upper bound only, usually 2 (Yao et al., fengyao.notion.site/off-policy-rl). TRL's mode `token_truncate` has a lower
-    bound too, `vllm_importance_sampling_clip_min`, and an upper one of 3.
+    """weight = clip(r, `correction_low`, `correction_high`) of each token: truncated importance sampling, by default
+    with an upper bound of 2 (Yao et al., fengyao.notion.site/off-policy-rl).
 
     Choose it with `reinforce` for stale data (preset `tis`): every token teaches, none decides.
     """
@@ -192,7 +191,7 @@ class TokenTruncate(TruncatedWeight):
 
 class TokenMask(MaskedWeight):
     """weight = r of each token within [`correction_low`, `correction_high`], and 0 outside: IcePop (Ring-1T,
-    arXiv:2510.18855), with its bounds 0.5 and 5; TRL's mode `token_mask`.
+    arXiv:2510.18855), by default with its bounds 0.5 and 5.
 
     Choose it with `reinforce` where sampler and learner disagree on single tokens, as with mixtures of experts (preset
     `icepop`).
@@ -203,9 +202,9 @@ class TokenMask(MaskedWeight):
 
 
 class SequenceTruncate(TruncatedWeight):
-    """weight = clip(exp(sum of log proximal - log behaviour), `correction_low`, `correction_high`) over a rollout's
-    tokens that train, the same for all of them: TRL's mode `sequence_truncate` with its upper bound, 3
-    (richardli.xyz/post/rl-collapse-part2, analysis 1).
+    """weight = clip(r, `correction_low`, `correction_high`), where r = exp(sum of log proximal - log behaviour) over
+    the rollout's tokens that train; by default with TRL's upper bound, 3 (richardli.xyz/post/rl-collapse-part2,
+    analysis 1).
 
     Choose it for short rollouts: a weight of the whole rollout is less biased than weights of tokens, but its variance
     grows with the length.
@@ -216,9 +215,8 @@ class SequenceTruncate(TruncatedWeight):
 
 
 class SequenceMask(MaskedWeight):
-    """weight = r = exp(sum of log proximal - log behaviour) over a rollout's tokens that train, the same for all of
-    them; 0 where r is outside [`correction_low`, `correction_high`]: TRL's mode `sequence_mask`, its default, with its
-    upper bound, 3. Long rollouts are left out more often than short ones.
+    """weight = r of the whole rollout, as for `sequence_truncate`, within [`correction_low`, `correction_high`], and 0
+    outside: TRL's default mode, with its upper bound, 3. Long rollouts are left out more often than short ones.
 
     Choose it to compare with TRL's GRPOTrainer, and for fresh data of a server that rounds otherwise.
     """
@@ -253,10 +251,9 @@ class GeometricMask(BoundedRatio):
 
 
 class Decoupled(TruncatedWeight):
-    """The objective clips p / proximal, and min(proximal / behaviour, `correction_high`) weighs each token: decoupled
-    PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2). The paper has no bound; 5 is that of AReaL's code,
-    which leaves such tokens out (`token_mask` with `correction_low = 0` does that). With `proximal = "recomputed"` the
-    clip never acts in a step's first update.
+    """The objective clips p / proximal, and min(r, `correction_high`) weighs each token: decoupled PPO
+    (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2), by default with AReaL's bound, 5. With `proximal =
+    "recomputed"` the clip never acts in a step's first update.
 
     Choose it for staleness above 1, with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
     """
@@ -316,7 +313,7 @@ def last_step(inputs: ProximalInputs) -> torch.Tensor:
 
 def interpolated(inputs: ProximalInputs) -> torch.Tensor:
     """log proximal = alpha log behaviour + (1 - alpha) log policy, where alpha = 1 / d for a token that is d versions
-    old, and 1 where d = 0: A-3PO (arXiv:2512.06547), as AReaL computes it (`prox_logp_method = "loglinear"`).
+    old, and 1 where d = 0: A-3PO (arXiv:2512.06547).
 
     Choose it with `decoupled` for nearly the same without a pass.
     """

@@ -72,8 +72,7 @@ ROUNDING = 1e-5
 
 class TopEntropy(Mask):
     """Keeps the share `top_entropy_quantile` of the step's tokens, those of highest entropy ("Beyond the 80/20 rule",
-    arXiv:2506.01939, which takes 0.2); 0 keeps the highest one. TRL's setting of this name takes the share of each
-    micro-batch.
+    arXiv:2506.01939, which takes 0.2); 0 keeps the highest one.
 
     Choose it for long reasoning, where most tokens leave no choice.
     """
@@ -218,8 +217,7 @@ class KlInReward(Regulariser):
 
 class EntropyBonus(Regulariser):
     """loss = -entropy_coef * H for each token, where H is the entropy, in nats, of the distribution that the sampler
-    draws from (PPO, arXiv:1707.06347, eq. 9). It is a mean over the step's tokens, whatever the normaliser, as in TRL's
-    GRPOTrainer.
+    draws from (PPO, arXiv:1707.06347, eq. 9), as a mean over the step's tokens, whatever the normaliser.
 
     Choose it, at 0.001 or so, where `entropy` falls to 0 before the reward has risen.
     """

@@ -208,7 +208,7 @@ class PpoClip(ClipObjective):
 
 class Gspo(ClipObjective):
     """r = exp(mean of log p / p_old over the rollout), so a rollout is clipped as a whole (arXiv:2507.18071, eq. 5 and
-    7; written as GSPO-token, section 4.3). TRL: `importance_sampling_level = "sequence"`.
+    7; written as GSPO-token, section 4.3).
 
     Choose it for mixtures of experts and for long answers, where the ratios of single tokens are noise.
     """
@@ -254,8 +254,7 @@ class Cispo(RatioObjective):
 
 
 class SequenceCispo(Cispo):
-    """loss = -sg(min(s, 1 + clip_high)) A log p, with GSPO's s = exp(mean of log p / p_old over the rollout). TRL:
-    `importance_sampling_level = "sequence"` with `loss_type = "cispo"`.
+    """loss = -sg(min(s, 1 + clip_high)) A log p, with GSPO's s = exp(mean of log p / p_old over the rollout).
 
     Choose it where cispo's ratios of single tokens are noise, as with mixtures of experts.
     """
@@ -347,8 +346,8 @@ class Vespo(RatioObjective):
 
 
 class Importance(RatioObjective):
-    """loss = -r A, where r = p / p_old of each token: unbiased for one token, with unbounded variance. A token whose
-    log r is beyond 20 on either side has no gradient.
+    """loss = -r A, where r = p / p_old of each token, without a bound except that a token whose log r is beyond 20 on
+    either side has no gradient.
 
     Choose it to measure what a bound is worth, not to train.
     """
@@ -358,8 +357,7 @@ class Importance(RatioObjective):
 
 
 class Reinforce(RatioObjective):
-    """loss = -A log p (Williams 1992, doi:10.1007/BF00992696). With `token_truncate` this is truncated importance
-    sampling, with `token_mask` IcePop. The ratio is measured all the same.
+    """loss = -A log p (Williams 1992, doi:10.1007/BF00992696).
 
     Choose it with a correction, or where data is never stale.
     """

@@ -20,12 +20,12 @@ log-probs are those of each sequence alone:
   causal-conv1d.
 - `padded`: a batch of whole sequences of similar length. For every other causal model.
 
-A model is refused if it scores a token by what comes after it, if its position embeddings depend on the whole row or end
-below `vllm.max_model_len` (lower it for LongRoPE and dynamic RoPE), or if its checkpoint lacks weights under the names
-they would be published with.
+A model is refused if it scores a token by what comes after it, if its position embeddings depend on the whole row or
+end below `vllm.max_model_len` (lower it for LongRoPE and dynamic RoPE), or if its checkpoint lacks weights under the
+names they would be published with.
 
-With groups of 8, prompts of 800 tokens and completions of 200, a step with `trie` is 2.79 times as fast as with `padded`
-(7M parameters, one CPU core, `python -m benchmarks.layouts`).
+With groups of 8, prompts of 800 tokens and completions of 200, a step with `trie` is 2.79 times as fast as with
+`padded` (7M parameters, one CPU core, `python -m benchmarks.layouts`).
 
 - **Mixtures of experts**: experts that transformers fuses are published one by one, as the checkpoint has them.
   `learner.router_aux_loss_coef` keeps them evenly used.

@@ -43,23 +43,23 @@ FILES = (
     "test_chat_template_utils.py",
 )
 
-_INSIDE = "it calls a method inside TRL's class, or sets one; the same arithmetic is compared in tests/learner"
-_LOADER = "it is about the DataLoader of accelerate; rows are handed out by the queue"
-_LIGER = "it is about Liger's kernels; logits are never held whole here"
-_GENERATES = "it replaces `generate` of transformers; vLLM generates here"
-_SEES = "no tiny model that sees is built by the runner"
-_ROLLOUTS = "it is about classes inside TRL's rollout worker; workers are processes of their own here"
-_BATCHES = "it is about classes inside TRL's batching; rows are packed by the learner here"
-_TEMPLATES = "it is about functions of trl.chat_template_utils and the hub's tokenizers; docs/models.md has our own"
+_INSIDE = "it calls or sets a method inside TRL's class"
+_LOADER = "it is about accelerate's DataLoader"
+_LIGER = "it is about Liger's kernels"
+_GENERATES = "it replaces `generate` of transformers"
+_SEES = "the runner builds no tiny vision-language model"
+_ROLLOUTS = "it is about classes inside TRL's rollout worker"
+_BATCHES = "it is about classes inside TRL's batching"
+_TEMPLATES = "it is about functions of trl.chat_template_utils"
 _ADAPTIVE = "refused: the entropy bonus is constant (use_adaptive_entropy)"
-_LOGGER = "it reads the words of a warning of TRL's logger; a note or a notice says the same here"
-_HUB_MODEL = "it trains a model of the hub, which is not to be had here"
-_SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones"
+_LOGGER = "it reads a warning of TRL's logger"
+_HUB_MODEL = "it trains a model of the hub"
+_SAMPLER = "it is about generation_kwargs of transformers"
 
-_SLOW = "it is one of TRL's slow tests, with larger models"
-_EXPERTS = "no tiny mixture of experts is built by the runner"
-_ARCHITECTURE = "a model of this architecture is not built by the runner"
-_OWN_CODE = "its model has code of its own, which is on the hub"
+_SLOW = "it is one of TRL's slow tests"
+_EXPERTS = "the runner builds no tiny mixture of experts"
+_ARCHITECTURE = "the runner builds no model of this architecture"
+_OWN_CODE = "its model needs code from the hub"
 
 # Reasons that say something of the runner or of this machine, and not that the test is about something else.
 WOULD_APPLY = (_SEES, _HUB_MODEL, _SLOW, _EXPERTS, _ARCHITECTURE, _OWN_CODE, _ADAPTIVE)
@@ -81,7 +81,7 @@ REASONS: dict[str, str] = {
     "*TestGetHighEntropyMask*": _INSIDE,
     "*TestGRPORolloutDispatch*": _INSIDE,
     "*TestTransformersContinuousBatchingContract*": "it is about transformers alone",
-    "*transformers_continuous_batching*": "it is about generation by transformers; vLLM generates here",
+    "*transformers_continuous_batching*": "it is about generation by transformers",
     "*liger*True*": _LIGER,
     "*loss_types[[]*-True]": _LIGER,
     "*delta_clipping[[]True]": _LIGER,
@@ -96,9 +96,9 @@ REASONS: dict[str, str] = {
     "*map_style_train_workers*": _LOADER,
     "*dataloader_workers*": _LOADER,
     "*get_off_policy_mask*": _INSIDE,
-    "*with_log_extra*": "it reads what TRL's class keeps for its table of completions, trainer._logs",
-    "*test_evaluate_with_eval_dataset*": "it asks for the loss of an evaluation; evaluations report rewards here",
-    "*sync_ref_model*": "it reads the reference model's parameters, which the learner alone holds",
+    "*with_log_extra*": "it reads trainer._logs",
+    "*test_evaluate_with_eval_dataset*": "it asks for the loss of an evaluation",
+    "*sync_ref_model*": "it reads the reference model's parameters",
     "*entropy_bonus_scale*": _INSIDE,
     "*entropy_bonus_flows*": _INSIDE,
     "*prepare_input_called*": _INSIDE,

@@ -55,7 +55,7 @@ def _ignored() -> str:
 
 
 def _rest() -> str:
-    refused = ", ".join(f"`{field.name}` ({field.note})" for field in REST if field.how == "only")
+    refused = ", ".join(f"`{field.name}`" for field in REST if field.how == "only")
     return (
         f"### The rest of TrainingArguments\n\nRefused, unless left at their defaults: {refused}.\n\n"
         "All others are ignored."

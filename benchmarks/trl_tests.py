@@ -43,23 +43,23 @@ FILES = (
     "test_chat_template_utils.py",
 )
 
-_INSIDE = "it calls a method inside TRL's class, or sets one; the same arithmetic is compared in tests/learner"
-_LOADER = "it is about the DataLoader of accelerate; rows are handed out by the queue"
-_LIGER = "it is about Liger's kernels; logits are never held whole here"
-_GENERATES = "it replaces `generate` of transformers; vLLM generates here"
-_SEES = "no tiny model that sees is built by the runner"
-_ROLLOUTS = "it is about classes inside TRL's rollout worker; workers are processes of their own here"
-_BATCHES = "it is about classes inside TRL's batching; rows are packed by the learner here"
-_TEMPLATES = "it is about functions of trl.chat_template_utils and the hub's tokenizers; docs/models.md has our own"
+_INSIDE = "it calls or sets a method inside TRL's class"
+_LOADER = "it is about accelerate's DataLoader"
+_LIGER = "it is about Liger's kernels"
+_GENERATES = "it replaces `generate` of transformers"
+_SEES = "the runner builds no tiny vision-language model"
+_ROLLOUTS = "it is about classes inside TRL's rollout worker"
+_BATCHES = "it is about classes inside TRL's batching"
+_TEMPLATES = "it is about functions of trl.chat_template_utils"
 _ADAPTIVE = "refused: the entropy bonus is constant (use_adaptive_entropy)"
-_LOGGER = "it reads the words of a warning of TRL's logger; a note or a notice says the same here"
-_HUB_MODEL = "it trains a model of the hub, which is not to be had here"
-_SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones"
+_LOGGER = "it reads a warning of TRL's logger"
+_HUB_MODEL = "it trains a model of the hub"
+_SAMPLER = "it is about generation_kwargs of transformers"
 
-_SLOW = "it is one of TRL's slow tests, with larger models"
-_EXPERTS = "no tiny mixture of experts is built by the runner"
-_ARCHITECTURE = "a model of this architecture is not built by the runner"
-_OWN_CODE = "its model has code of its own, which is on the hub"
+_SLOW = "it is one of TRL's slow tests"
+_EXPERTS = "the runner builds no tiny mixture of experts"
+_ARCHITECTURE = "the runner builds no model of this architecture"
+_OWN_CODE = "its model needs code from the hub"
 
 # Reasons that say something of the runner or of this machine, and not that the test is about something else.
 WOULD_APPLY = (_SEES, _HUB_MODEL, _SLOW, _EXPERTS, _ARCHITECTURE, _OWN_CODE, _ADAPTIVE)
@@ -81,7 +81,7 @@ REASONS: dict[str, str] = {
     "*TestGetHighEntropyMask*": _INSIDE,
     "*TestGRPORolloutDispatch*": _INSIDE,
     "*TestTransformersContinuousBatchingContract*": "it is about transformers alone",
-    "*transformers_continuous_batching*": "it is about generation by transformers; vLLM generates here",
+    "*transformers_continuous_batching*": "it is about generation by transformers",
     "*liger*True*": _LIGER,
     "*loss_types[[]*-True]": _LIGER,
     "*delta_clipping[[]True]": _LIGER,
@@ -96,9 +96,9 @@ REASONS: dict[str, str] = {
     "*map_style_train_workers*": _LOADER,
     "*dataloader_workers*": _LOADER,
     "*get_off_policy_mask*": _INSIDE,
-    "*with_log_extra*": "it reads what TRL's class keeps for its table of completions, trainer._logs",
-    "*test_evaluate_with_eval_dataset*": "it asks for the loss of an evaluation; evaluations report rewards here",
-    "*sync_ref_model*": "it reads the reference model's parameters, which the learner alone holds",
+    "*with_log_extra*": "it reads trainer._logs",
+    "*test_evaluate_with_eval_dataset*": "it asks for the loss of an evaluation",
+    "*sync_ref_model*": "it reads the reference model's parameters",
     "*entropy_bonus_scale*": _INSIDE,
     "*entropy_bonus_flows*": _INSIDE,
     "*prepare_input_called*": _INSIDE,
@@ -329,10 +329,10 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
     lines = [
         "# TRL's own tests",
         "",
-        f"What TRL's tests ({version}) of its online trainers say of `slipstream.trl`, with the import changed alone.",
-        "`python -m benchmarks.trl_tests CHECKOUT` runs them from a checkout, and writes this page. The hub's tiny",
-        "models are replaced by ones built here, of the same architectures, and its data set by four rows. Each test",
-        "trains with a real vLLM server on two CPU cores. Of an error, its words are not compared.",
+        f"TRL's tests ({version}) of its online trainers, run on `slipstream.trl`: only the import is changed, and",
+        "tiny models and four rows are built here in place of the hub's. Each test trains with a real vLLM server on",
+        "two CPU cores. Words of errors are not compared. `python -m benchmarks.trl_tests CHECKOUT` runs them and",
+        "writes this page.",
         "",
         f"Of {tests} tests, {ran} ran: **{verdicts['passed']} passed ({share})**, {verdicts['failed']} failed. "
         f"{verdicts['not applicable']} are not applicable, and {tests - len(results)} have not been run.",
@@ -346,15 +346,13 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
         of = Counter(found[0] for name, found in results.items() if f"/{file}::" in name)
         lines.append(f"| {file} | {of['passed']} | {of['failed']} | {of['not applicable']} |")
     reasons = Counter(found[1] for found in results.values() if found[0] == "not applicable")
-    for head, would in (("Why a test is not applicable", False), ("What counts so, and would apply", True)):
+    for head, would in (("Not applicable", False), ("Counted as not applicable, but would apply", True)):
         lines += ["", f"## {head}", "", "| reason | tests |", "|---|---|"]
         lines += [f"| {why} | {count} |" for why, count in reasons.most_common() if (why in WOULD_APPLY) == would]
     failed = sorted((name, found[1]) for name, found in results.items() if found[0] == "failed")
-    lines += ["", "## What failed", ""]
-    lines += ["| test | why |", "|---|---|"] if failed else ["Nothing."]
-    lines += [f"| `{_short(name)}` | {_cell(why)} |" for name, why in failed]
-    lines += ["", "## What passed", ""]
-    lines += [f"- `{_short(name)}`" for name, found in sorted(results.items()) if found[0] == "passed"]
+    if failed:
+        lines += ["", "## What failed", "", "| test | why |", "|---|---|"]
+        lines += [f"| `{_short(name)}` | {_cell(why)} |" for name, why in failed]
     return "\n".join(lines) + "\n"
 
 

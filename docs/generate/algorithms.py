@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.learner.algorithm.advantages import ADVANTAGES
-from slipstream.learner.algorithm.corrections import CORRECTIONS, PROXIMALS, ImportanceWeight
+from slipstream.learner.algorithm.corrections import CORRECTIONS, PROXIMALS
 from slipstream.learner.algorithm.loss_terms import (
     EntropyBonus,
     KlInLoss,
@@ -26,23 +26,21 @@ from slipstream.protocol.config.sections.presets import ABOUT, PRESETS
 
 INTRODUCTION = """# Algorithms
 
-What a step learns. Generated from the code by `python -m docs.generate algorithms`. `learner.algorithm` names a preset.
-Settings given beside it, in the run file or on the command line, override the preset's:
+Generated from the code by `python -m docs.generate algorithms`. `learner.algorithm` names a preset. Settings in the run
+file or on the command line override the preset's:
 
 ```bash
-slipstream up run.toml --learner.algorithm rloo
 slipstream up run.toml --learner.algorithm rloo --learner.kl_coef 0.05
 slipstream up run.toml --learner.objective cispo --learner.clip_high 4
 ```
 
-A setting that the chosen algorithm does not read is refused. `slipstream config run.toml` prints what a preset sets,
-and [settings](settings.md) has the bounds. Sampling, optimisers and schedules are on [another page](training.md).
+A setting that the chosen algorithm does not read is refused. `slipstream config run.toml` prints what a preset sets;
+[settings](settings.md) has the bounds.
 
 ## What to choose
 
-Start with `grpo`, the default. Its ratio is to the policy that sampled each token, so it bounds the effect of old
-tokens without a second model or pass. `delta` also bounds it for bad tokens, which PPO's clip does not: one such token,
-18 nats off, raised a gradient's norm from 3.9 to 270,229.
+Start with `grpo`, the default. It needs no second model and no extra pass. Its clip bounds the effect of stale tokens,
+and `delta` also bounds that of bad tokens, which PPO's clip does not.
 
 | you see | choose |
 |---|---|
@@ -55,22 +53,9 @@ tokens without a second model or pass. `delta` also bounds it for bad tokens, wh
 | `entropy` near 0 while the reward is low | `entropy_coef = 0.001`, or a higher `clip_high` |
 | the policy forgets what it could before | `kl_coef = 0.04`; takes the memory of one more model ([sizing](sizing.md)) |
 
-Most rows are what the papers say. The third row is measured on two CPU cores (`python -m benchmarks.staleness`): the
-multiply example with only every fifth version published, so every step but the first of five trains on tokens 1 to 4
-versions old. Mean rewards of ten steps each, two seeds:
-
-| `learner.algorithm` | `learner.learning_rate` | seed 0 | seed 1 |
-|---|---|---|---|
-| `grpo` | 4e-4, the example's | 0.59 0.92 0.95 0.89 0.94 0.89 | 0.56 0.86 0.67 0.89 0.89 0.94 |
-| `decoupled_ppo` | 4e-4 | 0.59 0.93 0.90 0.86 0.94 0.95 | 0.58 0.84 0.91 0.88 0.93 0.93 |
-| `rloo` | 4e-4 | 0.58 0.93 0.95 0.35 0.26 0.41 | 0.60 0.87 0.91 0.90, then all rewards equal |
-| `tis` | 4e-4 | 0.59 0.81 0.82 0.66, then all rewards equal | 0.59 0.43, then all rewards equal |
-| `rloo` | 1e-4 | 0.49 0.81 0.93 0.95 0.95 0.95 | 0.47 0.78 0.85 0.89 0.92 0.92 |
-| `tis` | 1e-4 | 0.47 0.80 0.92 0.94 0.96 0.94 | 0.49 0.78 0.87 0.91 0.92 0.94 |
-| `objective = "importance"` | 4e-4 | 0.59 0.86 0.56, then all rewards equal | 0.58 0.83 0.73 0.85 0.93 0.88 |
-
-A clip holds a step at a rate at which an algorithm that only weighs tokens collapses: with `tis` and `rloo` on old
-data, use a lower `learning_rate`.
+Most rows follow the papers. The third is measured on two CPU cores with tokens 1 to 4 versions old (`python -m
+benchmarks.staleness`): `grpo` and `decoupled_ppo` learn at a rate of 4e-4, at which `tis` and `rloo` collapse; these
+learn as well at 1e-4.
 """
 
 
@@ -82,19 +67,19 @@ def page() -> str:
                 INTRODUCTION,
                 _presets(),
                 "## Advantages\n\nHow much better a rollout did than the others, computed from its reward `r`; 0 in a "
-                "group with equal rewards.\n"
-                "\nRead by all of them: `normalise_advantages`, and but for `gdpo` `reward_clip`.\n",
+                "group with equal rewards. All read `normalise_advantages`; all except `gdpo` read `reward_clip`.\n",
                 _variants("advantage", ADVANTAGES),
-                "## Normalisers\n\nThe divisor of a step's summed losses. There is one for the whole step, so "
-                "neither packing nor micro-batches change the gradient. Tokens of tools and environments never "
-                "count.\n",
+                "## Normalisers\n\nThe divisor of a step's summed losses, one for the whole step. Tokens of tools and "
+                "environments never count.\n",
                 _variants("normaliser", NORMALISERS),
                 "## Objectives\n\nThe loss of a token from its advantage `A` and its ratio `r = p / p_old`; `p_old` is "
                 "the policy that sampled it, unless a correction moves it.\n\n"
                 f"`ppo_clip`, `gspo` and `sequence_clip` clip. {_text(ClipObjective)}\n",
                 _variants("objective", OBJECTIVES),
-                f"## Corrections\n\nCorrect for tokens that an older version sampled. Corrections that weigh: "
-                f"{_text(ImportanceWeight)}\n",
+                "## Corrections\n\nCorrect for tokens that an older version sampled. All but `none` and "
+                "`geometric_mask` multiply a token's weight by r = proximal / behaviour within bounds, and take the "
+                "objective's ratio against the proximal policy instead of the sampler. r is the whole rollout's for "
+                "`sequence_...`, else the token's.\n",
                 _variants("correction", CORRECTIONS),
                 "## Proximal policies\n\nThe policy between sampler and learner that corrections weigh by.\n",
                 _variants("proximal", PROXIMALS),
@@ -128,16 +113,24 @@ def page() -> str:
 
 
 def _presets() -> str:
-    rows = [
-        f"| `{name}` | {_sets(PRESETS[name])} | {about.trl} | {about.choose} | {about.source} |"
-        for name, about in ABOUT.items()
-    ]
-    head = ["| preset | sets | TRL's name | choose it where | source |", "|---|---|---|---|---|"]
-    return "\n".join(["## Presets\n\nA setting that a preset does not set has its own default.\n", *head, *rows, ""])
+    rows = [f"| `{name}` | {_sets(PRESETS[name])} | {about.choose} |" for name, about in ABOUT.items()]
+    head = ["| preset | sets | choose it where |", "|---|---|---|"]
+    return "\n".join(
+        [
+            "## Presets\n\nA setting that a preset does not name keeps its default. Where the last column is empty, "
+            "see the entry of that name below. [From TRL](from_trl.md) has TRL's names.\n",
+            *head,
+            *rows,
+            "",
+        ]
+    )
 
 
 def _sets(preset: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name} = {toml_value(value)}`" for name, value in preset.items()) or "nothing"
+    """Return what a preset sets to another value than the default."""
+    fields = LearnerSection.model_fields
+    sets = (f"`{name} = {toml_value(value)}`" for name, value in preset.items() if value != fields[name].default)
+    return ", ".join(sets) or "nothing"
 
 
 def _variants(part: str, table: Mapping[str, Any]) -> str:
@@ -148,7 +141,10 @@ def _variants(part: str, table: Mapping[str, Any]) -> str:
         own = [setting for setting in reads if setting not in ("reward_clip", "kl_in_reward")]
         title = f'`{part} = "{name}"`{", the default" if name == default else ""}'
         beside = "--learner.correction decoupled " if part == "proximal" else ""  # which reads it
-        parts.append(_part(title, variant, own, f"{beside}--learner.{part} {name}{_preset_bounds(name, own)}"))
+        more = f"{beside}{_preset_bounds(name, own)}"
+        parts.append(
+            _part(title, variant, own, f"{beside}--learner.{part} {name}{_preset_bounds(name, own)}" * bool(more))
+        )
     return "\n".join(parts)
 
 
@@ -160,8 +156,11 @@ def _preset_bounds(variant: str, own: Sequence[str]) -> str:
 
 
 def _part(title: str, of: Any, settings: Any, options: str) -> str:
-    reads = f"Settings: {', '.join(f'`{name}`' for name in settings)}. " if settings else ""
-    return f"### {title}\n\n{_text(of)}\n\n{reads}`slipstream up run.toml {options}`\n"
+    """Return an entry. `options` are those of a command that uses it, if the title does not say all of them."""
+    unnamed = [f"`{name}`" for name in settings if f"`{name}`" not in _text(of) and f"`{name}`" not in title]
+    reads = f"Settings: {', '.join(unnamed)}." if unnamed else ""
+    end = " ".join(filter(None, (reads, options and f"`{options}`")))
+    return "\n\n".join(filter(None, (f"### {title}", _text(of), end))) + "\n"
 
 
 def _text(of: Any) -> str:

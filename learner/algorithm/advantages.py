@@ -105,9 +105,8 @@ def standardised(values: Floats, epsilon: float) -> Floats:
 
 
 class Grpo(GroupAdvantage):
-    """(r - mean) / (std + `advantage_epsilon`), as in arXiv:2402.03300, section 4.1.2.
-
-    The standard deviation is the sample's (divided by G - 1), as in TRL's GRPOTrainer, which takes `torch.std`.
+    """(r - mean) / (std + `advantage_epsilon`), with the sample's standard deviation (arXiv:2402.03300, section 4.1.2;
+    TRL's GRPOTrainer).
 
     Choose it first: all groups count alike, whatever the scale of their rewards.
     """
@@ -121,11 +120,9 @@ _EPSILON = 1e-8
 
 
 class AsyncGrpo(GroupAdvantage):
-    """(r - mean) / (std + 1e-8), as in TRL's AsyncGRPOTrainer: the standard deviation is the population's (divided by
-    G), so the advantages are sqrt(G / (G - 1)) times those of `grpo`, and the smallest difference of rewards counts in
-    full.
+    """(r - mean) / (std + 1e-8), with the population's standard deviation, as in TRL's AsyncGRPOTrainer.
 
-    Choose it to compare with TRL's AsyncGRPOTrainer.
+    Choose it to compare with that trainer.
     """
 
     def of_group(self, rewards: Floats) -> Floats:
@@ -133,7 +130,7 @@ class AsyncGrpo(GroupAdvantage):
 
 
 class DrGrpo(GroupAdvantage):
-    """r - mean. Without the division, groups of little variance count no more than others (arXiv:2503.20783).
+    """r - mean (arXiv:2503.20783).
 
     Choose it where rewards are on one scale and many groups are nearly solved or nearly hopeless: dividing by their
     small deviations would amplify noise.
@@ -144,7 +141,7 @@ class DrGrpo(GroupAdvantage):
 
 
 class Rloo(GroupAdvantage):
-    """REINFORCE leave-one-out (arXiv:2402.14740): r_i - mean of r_j over j != i.
+    """r_i - mean of r_j over j != i: REINFORCE leave-one-out (arXiv:2402.14740).
 
     Choose it for an unbiased baseline, and for rewards whose size means something.
     """
@@ -155,13 +152,10 @@ class Rloo(GroupAdvantage):
 
 
 class Batch(DrGrpo):
-    """(r - mean of the group) / (std of the step + `advantage_epsilon`): arXiv:2508.08221, TRL's
-    `scale_rewards="batch"`.
+    """(r - mean of the group) / (std of the step + `advantage_epsilon`), with the sample's standard deviation over the
+    step's rollouts (arXiv:2508.08221). Groups that `learner.zero_variance` drops do not count.
 
-    The standard deviation is the sample's, over the rewards of all rollouts of the step. Groups that
-    `learner.zero_variance` keeps out of the step do not count.
-
-    Choose it where groups are small, so that a group's own standard deviation is noise.
+    Choose it for small groups, where a group's own standard deviation is noise.
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:
@@ -169,14 +163,10 @@ class Batch(DrGrpo):
 
 
 class Gdpo(Advantage):
-    """GDPO (arXiv:2601.05242), as TRL's `multi_objective_aggregation="normalize_then_sum"`.
-
-    For each reward function k, (r_k - mean_k) / (std_k + `advantage_epsilon`) over those rollouts of the group that k
-    gave a number; then the weighted sum over k, to which a function that gave None adds nothing; then (A - mean) / (std
-    + `advantage_epsilon`) of these sums over the step.
-
-    Standard deviations are the sample's. A rollout that no function gave a number has advantage 0 and does not count in
-    mean and standard deviation.
+    """GDPO (arXiv:2601.05242): for each reward function k, (r_k - mean_k) / (std_k + `advantage_epsilon`) over the
+    group; then the weighted sum over k; then (A - mean) / (std + `advantage_epsilon`) of these sums over the step, with
+    the sample's standard deviations. A reward of None adds nothing. A rollout without any reward has advantage 0 and
+    does not count.
 
     Choose it for several reward functions of unlike scale or rarity, where a plain sum would hide one of them.
     """

@@ -60,7 +60,7 @@ class Correction(ABC):
 
 
 class NoCorrection(Correction):
-    """Corrects nothing: the objective has p / p_behaviour in it, and bounds it.
+    """Corrects nothing: the objective itself uses p / p_behaviour.
 
     Choose it for staleness of 0 or 1, and with objectives that bound their ratio.
     """
@@ -150,9 +150,9 @@ class BoundedRatio(Correction):
 
 
 class ImportanceWeight(BoundedRatio):
-    """Multiplies a token's weight by r, and takes the objective's ratio against the proximal policy: p /
-    proximal times proximal / behaviour is p / behaviour, so nothing counts twice. r is the whole rollout's for variants
-    that are `by_rollout`, and the token's for the others."""
+    """Multiplies a token's weight by r = proximal / behaviour, and takes the objective's ratio against the proximal
+    policy instead of the sampler. r is the whole rollout's for variants that are `by_rollout`, else the token's.
+    """
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
         return tokens.proximal_drift if self.by_rollout else tokens.proximal - tokens.behaviour
@@ -180,11 +180,8 @@ class MaskedWeight(ImportanceWeight):
 
 
 class TokenTruncate(TruncatedWeight):
-    """weight = clip(proximal / behaviour, `correction_low`, `correction_high`), of each token.
-
-    Truncated importance sampling (TIS) has an upper bound only, usually 2 (Yao et al.,
-    fengyao.notion.site/off-policy-rl). TRL's mode `token_truncate` has a lower bound too,
-    `vllm_importance_sampling_clip_min`, and an upper one of 3.
+    """weight = clip(r, `correction_low`, `correction_high`) of each token: truncated importance sampling, by default
+    with an upper bound of 2 (Yao et al., fengyao.notion.site/off-policy-rl).
 
     Choose it with `reinforce` for stale data (preset `tis`): every token teaches, none decides.
     """
@@ -193,12 +190,10 @@ class TokenTruncate(TruncatedWeight):
 
 
 class TokenMask(MaskedWeight):
-    """weight = r = proximal / behaviour of each token within [`correction_low`, `correction_high`], and 0 outside.
+    """weight = r of each token within [`correction_low`, `correction_high`], and 0 outside: IcePop (Ring-1T,
+    arXiv:2510.18855), by default with its bounds 0.5 and 5.
 
-    IcePop (Ring-1T, arXiv:2510.18855: M(k) = k for k in [alpha, beta], else 0), with its bounds 0.5 and 5; TRL's mode
-    `token_mask`.
-
-    Choose it with `reinforce` where sampler and learner disagree on single tokens, as mixtures of experts do (preset
+    Choose it with `reinforce` where sampler and learner disagree on single tokens, as with mixtures of experts (preset
     `icepop`).
     """
 
@@ -207,13 +202,12 @@ class TokenMask(MaskedWeight):
 
 
 class SequenceTruncate(TruncatedWeight):
-    """weight = clip(exp(sum of log proximal - log behaviour), `correction_low`, `correction_high`), over a rollout's
-    tokens that train, the same for all of them.
+    """weight = clip(r, `correction_low`, `correction_high`), where r = exp(sum of log proximal - log behaviour) over
+    the rollout's tokens that train; by default with TRL's upper bound, 3 (richardli.xyz/post/rl-collapse-part2,
+    analysis 1).
 
-    TRL's mode `sequence_truncate` with its upper bound, 3. Without a bound it is unbiased, with a variance that grows
-    with the rollout's length (richardli.xyz/post/rl-collapse-part2, analysis 1).
-
-    Choose it for short rollouts, where a weight of the whole rollout is less biased than weights of tokens.
+    Choose it for short rollouts: a weight of the whole rollout is less biased than weights of tokens, but its variance
+    grows with the length.
     """
 
     by_rollout: ClassVar[bool] = True
@@ -221,11 +215,8 @@ class SequenceTruncate(TruncatedWeight):
 
 
 class SequenceMask(MaskedWeight):
-    """weight = r = exp(sum of log proximal - log behaviour) over a rollout's tokens that train, the same for all of
-    them; 0 where r is outside [`correction_low`, `correction_high`].
-
-    TRL's mode `sequence_mask`, its default, with its upper bound, 3, and no lower one. r moves away from 1 with each
-    token, so long rollouts are left out more often than short ones.
+    """weight = r of the whole rollout, as for `sequence_truncate`, within [`correction_low`, `correction_high`], and 0
+    outside: TRL's default mode, with its upper bound, 3. Long rollouts are left out more often than short ones.
 
     Choose it to compare with TRL's GRPOTrainer, and for fresh data of a server that rounds otherwise.
     """
@@ -236,10 +227,9 @@ class SequenceMask(MaskedWeight):
 
 class GeometricMask(BoundedRatio):
     """No weight for rollouts whose exp(mean of log proximal - log behaviour), over their tokens that train, is outside
-    [`correction_low`, `correction_high`]. Nothing else changes: the objective's ratio stays the one to the sampler.
-
-    Geometric sequence masking (richardli.xyz/post/rl-collapse-part3), with the bounds of SkyRL's examples, 0.99 and
-    1.01. They are narrow: widen them where `correction/masked` is high.
+    [`correction_low`, `correction_high`]. The objective's ratio stays the one to the sampler
+    (richardli.xyz/post/rl-collapse-part3). The default bounds 0.99 and 1.01, of SkyRL's examples, are narrow: widen
+    them where `correction/masked` is high.
 
     Choose it for long rollouts, as its mean does not grow with their length.
     """
@@ -261,13 +251,9 @@ class GeometricMask(BoundedRatio):
 
 
 class Decoupled(TruncatedWeight):
-    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2): the objective clips p / proximal, and
-    each token is weighted by min(proximal / behaviour, `correction_high`).
-
-    The paper has no bound. 5 is that of AReaL's code, `behav_imp_weight_cap`, which leaves such tokens out (that is
-    `token_mask` with `correction_low = 0`). The formula is that of `token_truncate`, under its well-known name: what
-    makes it PPO is `proximal`. With `recomputed`, p / proximal is 1 in a step's first update, and
-    the clip never acts. `last_step` and `interpolated` (A-3PO) make it act.
+    """The objective clips p / proximal, and min(r, `correction_high`) weighs each token: decoupled PPO
+    (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2), by default with AReaL's bound, 5. With `proximal =
+    "recomputed"` the clip never acts in a step's first update.
 
     Choose it for staleness above 1, with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
     """
@@ -309,18 +295,16 @@ class ProximalInputs:
 
 
 def recomputed(inputs: ProximalInputs) -> torch.Tensor:
-    """The policy as the step begins, AReaL's and verl's `recompute` (arXiv:2505.24298, section 5.2).
+    """The policy as the step begins (AReaL's and verl's `recompute`, arXiv:2505.24298, section 5.2). The step's first
+    update computes it anyway, so it costs nothing.
 
-    They need a pass for it. Here the step's first update computes it anyway, so it costs nothing; with
-    `learner.num_iterations = 1` it is the policy that trains, without its gradient.
-
-    Choose it with weights and masks, which then compare with the policy itself.
+    Choose it with weights and masks.
     """
     return inputs.logprobs
 
 
 def last_step(inputs: ProximalInputs) -> torch.Tensor:
-    """The policy before the last optimiser step. Before the first step of a learner it is the policy itself.
+    """The policy before the last optimiser step; in a learner's first step the policy itself.
 
     Choose it with `decoupled` for the paper's own formula, at the price of a pass.
     """
@@ -329,8 +313,7 @@ def last_step(inputs: ProximalInputs) -> torch.Tensor:
 
 def interpolated(inputs: ProximalInputs) -> torch.Tensor:
     """log proximal = alpha log behaviour + (1 - alpha) log policy, where alpha = 1 / d for a token that is d versions
-    old, and 1 where d = 0: A-3PO (arXiv:2512.06547), as AReaL computes it (`prox_logp_method = "loglinear"`). It puts
-    the proximal policy one version behind the one that trains.
+    old, and 1 where d = 0: A-3PO (arXiv:2512.06547).
 
     Choose it with `decoupled` for nearly the same without a pass.
     """

@@ -45,8 +45,8 @@ class Mask(ABC):
 
 class OffPolicy(Mask):
     """Leaves out rollouts of negative advantage whose mean of log behaviour - log policy, over their tokens that train,
-    is above the threshold: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9), as TRL's
-    `off_policy_mask_threshold`. A mean that is not a number leaves nothing out, so that the step ends in an error.
+    is above the threshold: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9; TRL's setting of this
+    name).
 
     Choose it for stale data: bad rollouts that the policy would not make any more are the first to spoil a step.
     """
@@ -73,9 +73,6 @@ ROUNDING = 1e-5
 class TopEntropy(Mask):
     """Keeps the share `top_entropy_quantile` of the step's tokens, those of highest entropy ("Beyond the 80/20 rule",
     arXiv:2506.01939, which takes 0.2); 0 keeps the highest one.
-
-    As TRL's setting of this name, but over all tokens of the step, where TRL takes those of a micro-batch. Tokens of
-    equal entropy stay or go together.
 
     Choose it for long reasoning, where most tokens leave no choice.
     """
@@ -148,13 +145,11 @@ class Regulariser(ABC):
 
 
 class KlInLoss(Regulariser):
-    """loss = kl_coef * k3 for each token, where k3 = exp(d) - d - 1 and d = log p_reference - log p.
+    """loss = kl_coef * k3 for each token, where k3 = exp(d) - d - 1 and d = log p_reference - log p
+    (joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300, eq. 4).
 
-    k3 estimates KL(policy || reference) and is never negative (joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300,
-    eq. 4). With `kl_bias_correction` it is multiplied by p / p_behaviour with its gradient: then the gradient is that
-    of the KL although another policy sampled the token (DeepSeek-V3.2, arXiv:2512.02556, eq. 7). The ratio counts as at
-    most `delta`, or a single token that the policy has come to like would be all of a step's gradient. As in TRL's
-    GRPOTrainer, neither importance weights nor masks touch it.
+    With `kl_bias_correction` it is multiplied by p / p_behaviour, at most `delta`, with its gradient (DeepSeek-V3.2,
+    arXiv:2512.02556, eq. 7). Neither importance weights nor masks touch it, as in TRL's GRPOTrainer.
 
     Sums: `kl_reference`, of the estimates as the loss has them.
 
@@ -199,13 +194,8 @@ def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 class KlInReward(Regulariser):
-    """reward - kl_coef * sum of log p_behaviour - log p_reference over the rollout's tokens (RLOO, arXiv:2402.14740,
-    section 2).
-
-    The estimate is k1 of joschu.net/blog/kl-approx.html under the policy that sampled, as in TRL's RLOOTrainer. It is
-    taken from the reward before the advantage is computed. Tokens of tools and environments never count. Nor do masked
-    ones: they stand before the tokens that train, which cannot have caused them, or in a rollout that does not train at
-    all.
+    """reward - kl_coef * sum of log p_behaviour - log p_reference over the rollout's tokens that train, before the
+    advantage is computed (RLOO, arXiv:2402.14740, section 2; TRL's RLOOTrainer).
 
     Sums: `kl_reference`, of the estimates. There is no term in the loss.
 
@@ -227,10 +217,7 @@ class KlInReward(Regulariser):
 
 class EntropyBonus(Regulariser):
     """loss = -entropy_coef * H for each token, where H is the entropy, in nats, of the distribution that the sampler
-    draws from.
-
-    It is a mean over the step's tokens, whatever the normaliser, as in TRL's GRPOTrainer: a coefficient means the same
-    beside each of them. The bonus of PPO (arXiv:1707.06347, eq. 9), with its gradient through all of the distribution.
+    draws from (PPO, arXiv:1707.06347, eq. 9), as a mean over the step's tokens, whatever the normaliser.
 
     Choose it, at 0.001 or so, where `entropy` falls to 0 before the reward has risen.
     """
@@ -289,13 +276,10 @@ class Routing:
 
 
 class RouterLoss:
-    """The auxiliary loss that keeps a mixture's experts evenly used, exact for a whole step.
-
-    E * sum over experts e of f_e * P_e, where f_e is the share of a token's k choices that go to e and P_e the
-    probability that the router gives e, both means over tokens and layers (Switch Transformer, arXiv:2101.03961, eq.
-    4-6, with k choices and over all layers, as in transformers' `load_balancing_loss_func`). A product of means is no
-    sum over rows. But f_e has no gradient: once it is known for the whole step, the rest is a sum over tokens, and
-    packing cannot change it.
+    """The auxiliary loss that keeps a mixture's experts evenly used: E * sum over experts e of f_e * P_e, where f_e is
+    the share of a token's k choices that go to e and P_e the probability that the router gives e, both means over the
+    step's tokens and layers (Switch Transformer, arXiv:2101.03961, eq. 4-6; transformers' `load_balancing_loss_func`).
+    It is exact for a whole step, however its rows are packed.
 
     Choose it for long runs of a mixture, whose routers drift; its model's own config names the coefficient.
     """

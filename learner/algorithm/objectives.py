@@ -178,9 +178,9 @@ def with_own_gradient(tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
 class ClipObjective(RatioObjective):
     """loss = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    The clip is PPO's (arXiv:1707.06347, eq. 7) with DAPO's two bounds (arXiv:2503.14476, eq. 10). They leave r
-    unbounded where A < 0; `delta` bounds it there (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291;
-    TRL's `delta`). A token beyond any of these bounds has no gradient.
+    The clip is PPO's (arXiv:1707.06347, eq. 7) with DAPO's two bounds (arXiv:2503.14476, eq. 10). `delta` bounds r
+    where A < 0 (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291; TRL's `delta`). A token beyond a
+    bound has no gradient.
 
     Sums: `clip_ratio/low_mean` and `clip_ratio/high_mean`, tokens clipped on that side; `clip_ratio/region_mean`, on
     either side, as TRL counts it; `clip_ratio/delta_mean`, tokens beyond delta.
@@ -200,18 +200,15 @@ class ClipObjective(RatioObjective):
 
 
 class PpoClip(ClipObjective):
-    """PPO's clip of each token's own ratio, r = p / p_old (arXiv:1707.06347, eq. 7).
+    """r = p / p_old of each token (arXiv:1707.06347, eq. 7).
 
     Choose it first: it is the best known, and tolerates a staleness of a few versions.
     """
 
 
 class Gspo(ClipObjective):
-    """PPO's clip of s = exp(mean of log p / p_old over the rollout), so a rollout is clipped as a whole
-    (arXiv:2507.18071, eq. 5 and 7).
-
-    Written as GSPO-token (section 4.3), which has the same loss and gradient where all tokens of a rollout have one
-    advantage. With `normaliser = "sequences"` it is the paper's. TRL: `importance_sampling_level = "sequence"`.
+    """r = exp(mean of log p / p_old over the rollout), so a rollout is clipped as a whole (arXiv:2507.18071, eq. 5 and
+    7; written as GSPO-token, section 4.3).
 
     Choose it for mixtures of experts and for long answers, where the ratios of single tokens are noise.
     """
@@ -223,11 +220,8 @@ class Gspo(ClipObjective):
 
 
 class SequenceClip(ClipObjective):
-    """PPO's clip of r = p / p_old of the whole rollout, exp(sum of its tokens' log-ratios), as in TRL's RLOOTrainer.
-
-    The loss L of a rollout of n tokens is -min(r A, clip(r) A). Its derivative by each log-prob is that of r alone, -r
-    A where nothing is clipped. So a token's loss is L / n with the gradient of L: with `normaliser = "rollouts"` these
-    add up to the mean of L over the rollouts, which is TRL's.
+    """r = exp(sum of log p / p_old over the rollout), as in TRL's RLOOTrainer. Each of a rollout's n tokens has 1 / n
+    of its loss, so that `normaliser = "rollouts"` gives TRL's mean over rollouts.
 
     Choose it with `rloo`, and for short answers: the ratio of a long rollout soon leaves any bound.
     """
@@ -244,14 +238,13 @@ class SequenceClip(ClipObjective):
 
 
 class Cispo(RatioObjective):
-    """loss = -sg(min(r, 1 + clip_high)) A log p, where sg stops the gradient (arXiv:2506.13585, eq. 4 and 5; as there,
-    without a lower bound). No token loses its gradient, however far it moved.
+    """loss = -sg(min(r, 1 + clip_high)) A log p, where sg stops the gradient (arXiv:2506.13585, eq. 4 and 5). No token
+    loses its gradient.
 
     TRL's `epsilon_high` is the bound itself: its 5.0 (ScaleRL, arXiv:2510.13786) is `clip_high = 4.0`. Sum:
     `cispo_clip_ratio`, tokens of positive advantage whose ratio is cut off, as TRL counts it.
 
-    Choose it where rare tokens matter that a clip would silence, such as those that turn an argument; and for stale
-    data, as all of it teaches.
+    Choose it where a clip would silence rare tokens that matter, and for stale data.
     """
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
@@ -261,8 +254,7 @@ class Cispo(RatioObjective):
 
 
 class SequenceCispo(Cispo):
-    """cispo with GSPO's ratio, s = exp(mean of log p / p_old over the rollout), in the place of each token's own: loss
-    = -sg(min(s, 1 + clip_high)) A log p. TRL: `importance_sampling_level = "sequence"` with `loss_type = "cispo"`.
+    """loss = -sg(min(s, 1 + clip_high)) A log p, with GSPO's s = exp(mean of log p / p_old over the rollout).
 
     Choose it where cispo's ratios of single tokens are noise, as with mixtures of experts.
     """
@@ -278,12 +270,12 @@ THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 
 class Dppo(RatioObjective):
-    """loss = -M sg(min(r, dppo_ratio_max)) A log p: up to the bound, this has the gradient of -M r A (arXiv:2602.04879,
-    eq. 11). The bound is that of the authors' code (verl, `dppo_tv` and `dppo_kl`).
+    """loss = -M sg(min(r, dppo_ratio_max)) A log p (arXiv:2602.04879, eq. 11; the bound is that of the authors' code in
+    verl).
 
-    M = 0 where the token moved away, r > 1 for A > 0 or r < 1 for A < 0, and D > `dppo_threshold` (eq. 12). D is the
-    divergence of two outcomes, this token or any other (eq. 13 and 14): |p - p_old| for "tv", p_old log(p_old / p) + (1
-    - p_old) log((1 - p_old) / (1 - p)) for "kl". The ratio alone would stop rare tokens early and common ones late.
+    M = 0 where the token moved away (r > 1 for A > 0, r < 1 for A < 0) and D > `dppo_threshold` (eq. 12), else 1. D is
+    the divergence of two outcomes, this token or any other (eq. 13 and 14): |p - p_old| for "tv", p_old log(p_old / p)
+    + (1 - p_old) log((1 - p_old) / (1 - p)) for "kl".
 
     Sums: `clip_ratio/*`, tokens that M takes away, by side.
 
@@ -319,10 +311,7 @@ def _kl(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 class Sapo(RatioObjective):
     """loss = -sigmoid(tau (r - 1)) (4 / tau) A, where tau is `sapo_temperature_pos` for A > 0 and
-    `sapo_temperature_neg` elsewhere (arXiv:2511.20347).
-
-    Its derivative by log p is -4 s (1 - s) r A, where s is the sigmoid: -A at r = 1, and less the farther r is from
-    there.
+    `sapo_temperature_neg` elsewhere (arXiv:2511.20347). The gradient shrinks smoothly as r leaves 1.
 
     Choose it where a clip takes many tokens away (`clip_ratio/region_mean` above 0.1).
     """
@@ -335,10 +324,10 @@ class Sapo(RatioObjective):
 
 class Vespo(RatioObjective):
     """loss = -phi(w) A log p, where phi(w) = w^k exp(lambda (1 - w)) has no gradient and w = p / p_old is of the whole
-    rollout (arXiv:2602.10693; as `get_gamma_weights` of TRL 1.16).
+    rollout (arXiv:2602.10693; `get_gamma_weights` of TRL 1.16).
 
     k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A >= 0, `vespo_k_neg` and `vespo_lambda_neg` elsewhere.
-    phi(1) = 1, and phi falls on both sides of k / lambda. Sum: `vespo/phi_seq_mean`, phi.
+    Sum: `vespo/phi_seq_mean`, phi.
 
     Choose it for stale data and rollouts whose ratios differ much, without a bound to tune.
     """
@@ -357,9 +346,8 @@ class Vespo(RatioObjective):
 
 
 class Importance(RatioObjective):
-    """loss = -r A, where r = p / p_old of each token: unbiased for one token, with unbounded variance.
-
-    Only log r is bounded, by 20 on either side, so that float32 holds it. Beyond that a token has no gradient.
+    """loss = -r A, where r = p / p_old of each token, without a bound except that a token whose log r is beyond 20 on
+    either side has no gradient.
 
     Choose it to measure what a bound is worth, not to train.
     """
@@ -369,11 +357,9 @@ class Importance(RatioObjective):
 
 
 class Reinforce(RatioObjective):
-    """loss = -A log p (Williams 1992, doi:10.1007/BF00992696), without a ratio. With a correction that weighs tokens
-    this is truncated importance sampling (`token_truncate`) or IcePop (`token_mask`). The ratio is measured all the
-    same.
+    """loss = -A log p (Williams 1992, doi:10.1007/BF00992696).
 
-    Choose it beside a correction, or where data is never stale.
+    Choose it with a correction, or where data is never stale.
     """
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:

@@ -132,8 +132,7 @@ class Tokens:
 
 
 def tokens(rollouts: StepRollouts, longest: int) -> Floats:
-    """Weigh by one over the step's tokens: every token counts alike (DAPO, arXiv:2503.14476, eq. 8; TRL's `dapo`, and
-    its `bnpo` where the whole step is one batch).
+    """Divides by the step's tokens: every token counts alike (DAPO, arXiv:2503.14476, eq. 8).
 
     Choose it first.
     """
@@ -141,8 +140,7 @@ def tokens(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def sequences(rollouts: StepRollouts, longest: int) -> Floats:
-    """Take the mean over each rollout's tokens, then the mean over the rollouts (GRPO, arXiv:2402.03300, eq. 3; TRL's
-    `grpo`).
+    """Takes the mean over each rollout's tokens, then over the rollouts (GRPO, arXiv:2402.03300, eq. 3).
 
     Choose it where long answers must not outweigh short ones, and with `gspo`.
     """
@@ -150,8 +148,7 @@ def sequences(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def constant(rollouts: StepRollouts, longest: int) -> Floats:
-    """Weigh by one over the number of rollouts times the greatest length: no length is favoured (Dr. GRPO,
-    arXiv:2503.20783, section 3.2; TRL's `dr_grpo`).
+    """Divides by the number of rollouts times the greatest length (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     Choose it with `dr_grpo`, where answers grow longer without growing better.
     """
@@ -159,8 +156,7 @@ def constant(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def rollouts(rollouts: StepRollouts, longest: int) -> Floats:
-    """Take the sum over each rollout's tokens, then the mean over the rollouts (LUSPO, arXiv:2602.05261; TRL's
-    `luspo`, and its RLOOTrainer).
+    """Takes the sum over each rollout's tokens, then the mean over the rollouts (LUSPO, arXiv:2602.05261).
 
     Choose it with `sequence_clip`, whose losses are of whole rollouts.
     """

@@ -48,7 +48,6 @@ def test_the_page_counts_each_test_once() -> None:
     assert "Of 5 tests, 2 ran: **1 passed (50 %)**, 1 failed. 1 are not applicable, and 2 have not been run." in text
     assert "| test_grpo_trainer.py | 1 | 1 | 0 |" in text
     assert "| no reason | 1 |" in text
-    assert "- `test_grpo_trainer.py::T::test_a[tiny]`" in text
     assert r"| `test_grpo_trainer.py::T::test_b` | KeyError \| at b |" in text
 
 

@@ -36,6 +36,7 @@ def test_every_variant_has_an_entry(part: str) -> None:
 def test_an_entry_says_when_to_choose_it_and_how(title: str) -> None:
     assert re.search(r"^Choose it", ENTRIES[title], re.MULTILINE), "its docstring needs a paragraph: Choose it ..."
     options = dict(re.findall(r"--learner\.(\w+) (\S+?)[ `]", ENTRIES[title]))
+    options |= dict(re.findall(r'`(\w+) = "(\w+)"`', title))
     assert options
     check_algorithm(LearnerSection.model_validate({name: _value(text) for name, text in options.items()}))
 

@@ -30,24 +30,32 @@ SETTINGS = {
 }
 
 
-def rows() -> dict[str, str]:
-    """Return the second column of the tables with a field in their first column, by field."""
-    tables = PAGE.split("field by field", 1)[1]
+def rows() -> list[tuple[str, str]]:
+    """Return each field of the tables with its answer, the second column, and each field that is listed as ignored."""
+    tables, ignored = PAGE.split("field by field", 1)[1].split("### Ignored", 1)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.splitlines() if "|" in line]
-    return {match[1]: row[1] for row in cells if (match := re.fullmatch(r"`(\w+)`", row[0]))}
+    answers = [
+        (name, re.sub(r"the same, in \[(\w+)\]", rf"`\1.{name}`", row[1]))
+        for row in cells
+        for name in re.findall(r"`(\w+)`", row[0])
+    ]
+    lists = [line.partition(":")[0] for line in ignored.splitlines() if line.startswith("- ")]
+    return answers + [(name, "no") for names in lists for name in re.findall(r"`(\w+)`", names)]
+
+
+ANSWERS = dict(rows())
 
 
 def test_every_field_of_trl_has_one_row_with_an_answer() -> None:
     wanted = {field for config in CONFIGS for field in LIST["fields"][config]}
-    assert wanted <= set(rows()), f"no row for {sorted(wanted - set(rows()))}"
-    assert all(rows().values())
-    named = re.findall(r"^\| `(\w+)` \|", PAGE.split("field by field", 1)[1], re.MULTILINE)
-    assert len(named) == len(set(named)), "a field has two rows"
+    assert wanted <= set(ANSWERS), f"no row for {sorted(wanted - set(ANSWERS))}"
+    assert all(ANSWERS.values())
+    assert len(rows()) == len(ANSWERS), "a field has two rows"
 
 
-@pytest.mark.parametrize("field", rows())
+@pytest.mark.parametrize("field", ANSWERS)
 def test_an_answer_names_settings_that_exist_or_says_no(field: str) -> None:
-    answer = rows()[field]
+    answer = ANSWERS[field]
     named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", answer))
     assert named <= SETTINGS, f"{named - SETTINGS} is not a setting"
     assert named or "Task(" in answer or re.match(r"no\b|not yet|always|.*, always", answer), answer

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, by name, and what is expected of each: a table of `docs/models.md`."""
+"""Tiny random models of many families, by name, and what is expected of each; `docs/models.md` has their layouts."""
 
 from __future__ import annotations
 

@@ -52,99 +52,81 @@ TIED_TO: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Text about a preset: `source`, its paper; `trl`, TRL's name for it; `choose`, the end of "choose it where
-    ..."."""
+    """Text about a preset: `source`, its paper; `choose`, the end of "choose it where
+    ...", empty where the docstring of a variant of that name says it."""
 
     source: str
-    trl: str
     choose: str
 
 
-# Texts of docs/algorithms.md.
+# `choose` is for docs/algorithms.md, `source` for the model card.
 ABOUT: Mapping[str, About] = {
     "grpo": About(
         "arXiv:2402.03300; bounds and normaliser of arXiv:2503.14476, bound on bad tokens of arXiv:2505.07291",
-        "",
-        "the default: well known, no second model, no pass more, and its bounds hold a staleness of a few versions",
+        "the default: its bounds tolerate a staleness of a few versions",
     ),
     "trl_grpo": About(
         "TRL 1.16's GRPOTrainer with vLLM, as it is by default",
-        '`loss_type="dapo"`, `vllm_importance_sampling_mode="sequence_mask"`',
-        "to compare with it on fresh data; on stale data its mask leaves out whole rollouts",
+        "to compare with TRL's GRPOTrainer on fresh data; on stale data its mask leaves out whole rollouts",
     ),
     "async_grpo": About(
         "TRL 1.16's AsyncGRPOTrainer, with one normaliser for the step in place of one a micro-batch",
-        "`AsyncGRPOTrainer`",
-        "to compare with it",
+        "to compare with TRL's AsyncGRPOTrainer, whose normaliser is that of a micro-batch",
     ),
     "dr_grpo": About(
         "arXiv:2503.20783",
-        '`loss_type="dr_grpo"`, `scale_rewards="none"`',
-        "answers grow longer without growing better: neither deviation nor length divides",
+        "",
     ),
     "dapo": About(
         "arXiv:2503.14476, section 4.1",
-        '`loss_type="dapo"`, `epsilon_high=0.28`',
-        "the same as `grpo` in effect; a name for the paper's bounds",
+        "the same as `grpo`, under the paper's name",
     ),
     "bnpo": About(
         "TRL's name; the step for its local batch",
-        '`loss_type="bnpo"`',
-        "to compare with TRL",
+        "to compare with TRL, whose normaliser is that of a local batch",
     ),
     "rloo": About(
         "arXiv:2402.14740; the KL is off unless `kl_coef` is set",
-        "`RLOOTrainer`",
-        "answers are short, or the size of a reward means something; add `kl_coef = 0.05` for TRL's default",
+        "answers are short, or the size of a reward means something; the KL needs `kl_coef` (TRL: 0.05)",
     ),
     "gdpo": About(
         "arXiv:2601.05242",
-        '`multi_objective_aggregation="normalize_then_sum"`',
-        "several reward functions of unlike scale or rarity",
+        "",
     ),
     "gspo": About(
         "arXiv:2507.18071, section 5.1",
-        '`importance_sampling_level="sequence"`, `loss_type="grpo"`',
-        "mixtures of experts, and long answers",
+        "",
     ),
     "luspo": About(
         "arXiv:2602.05261, section 5.1, as TRL's documentation cites it",
-        '`importance_sampling_level="sequence"`, `loss_type="luspo"`',
         "as `gspo`, where long answers may weigh more",
     ),
     "cispo": About(
         "arXiv:2506.13585, with the bound of arXiv:2510.13786",
-        '`loss_type="cispo"`, `epsilon_high=5`',
-        "data is stale, or rare tokens matter: no token loses its gradient",
+        "",
     ),
     "dppo": About(
         "arXiv:2602.04879",
         "",
-        "large vocabularies: bounds how far probabilities move, not their ratio",
     ),
     "sapo": About(
         "arXiv:2511.20347",
-        '`loss_type="sapo"`',
-        "the clip takes many tokens away",
+        "",
     ),
     "vespo": About(
         "arXiv:2602.10693",
-        '`loss_type="vespo"`',
-        "data is stale, and no bound is to be tuned",
+        "",
     ),
     "tis": About(
         "fengyao.notion.site/off-policy-rl",
-        '`vllm_importance_sampling_mode="token_truncate"`',
-        "data is stale: each token weighs what it is worth, up to 2",
+        "data is stale",
     ),
     "icepop": About(
         "ringtech.notion.site/icepop",
-        '`vllm_importance_sampling_mode="token_mask"`',
         "sampler and learner disagree on single tokens, as mixtures of experts do",
     ),
     "decoupled_ppo": About(
         "arXiv:2505.24298",
-        "",
-        'data is stale: the clip holds the step, and a weight pays for the age; `proximal = "last_step"` is exact',
+        'data is stale; `proximal = "last_step"` is exact',
     ),
 }

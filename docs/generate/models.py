@@ -85,8 +85,8 @@ def page() -> str:
     rows = sorted((_row(case) for case in cases), key=lambda row: row[0].lower())
     for column, between in ((3, ", "), (1, " or ")):
         rows = _merged(rows, column, between)
-    rows = _merged([(f"{family} ({how})", *rest) for family, how, *rest in rows], 0, "; ")
-    rows.sort(key=lambda row: row[0].lower())
+    makers = [(family.partition(" ")[0].partition("-")[0], f"{family} ({how})", *rest) for family, how, *rest in rows]
+    rows = sorted((row[1:] for row in _merged(makers, 1, "; ")), key=lambda row: row[0].lower())
     lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
     parsers = ", ".join(f"`{name}`" for name in NAMES)
     return _HEAD.replace("{parsers}", parsers).replace("{rows}", "".join(lines)) + trained_models.section()

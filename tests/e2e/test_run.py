@@ -18,7 +18,7 @@ from tests.e2e.conftest import SmallRun
 # The waits end by themselves where nothing moves any more; the time-out is for what they cannot see.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop" / "trainer.py"
+OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop"
 
 SMALL = [
     *("--rollout.group_size", "4"),
@@ -97,7 +97,14 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     assert check_ledger(small_run)["trained"] == result["groups_trained"]
 
 
-@small([*SHORT, "--learner.steps", "6", "--learner.script", str(OWN_LOOP)])
+@pytest.mark.parametrize(
+    "small_run",
+    [
+        pytest.param([*SHORT, "--learner.steps", "6", "--learner.script", str(OWN_LOOP / name)], id=name, marks=marks)
+        for name, marks in (("trainer.py", ()), ("fsdp.py", pytest.mark.wide))
+    ],
+    indirect=True,
+)
 def test_a_trainer_of_one_s_own_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     small_run.start("queue", "worker", "learner")
     assert small_run.wait("learner") == 0

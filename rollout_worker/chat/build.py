@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.rollout_worker.chat import renderer_settings
-from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.base import OPENING, ChatFormat
 from slipstream.rollout_worker.chat.format_check import (
     check_answer_format,
     check_tool_format,
@@ -22,8 +22,6 @@ from slipstream.rollout_worker.chat.format_check import (
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.chat.template import TemplateFormat
 from slipstream.rollout_worker.vision.processor import ImageProcessor
-
-_SYSTEM_ROLES = ("system", "developer")
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +55,12 @@ class WithSystemPrompt:
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
         return self._chat.shown(prompt if isinstance(prompt, str) else self._whole(prompt))
 
+    def changes(self) -> list[str]:
+        return self._chat.changes()
+
+    def shows_system(self) -> bool:
+        return self._chat.shows_system()
+
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         return await self._chat.render_ids(self._whole(messages), generation_prompt)
 
@@ -70,7 +74,7 @@ class WithSystemPrompt:
 
     def _whole(self, messages: Sequence[Message]) -> Sequence[Message]:
         first = messages[0] if messages else None
-        has_one = isinstance(first, Mapping) and first.get("role") in _SYSTEM_ROLES
+        has_one = isinstance(first, Mapping) and first.get("role") in OPENING
         return messages if has_one else [self._message, *messages]
 
 
@@ -104,6 +108,7 @@ def build_chat_format(
     """
     chat = _chosen(config, tools, tokenizer)
     if config.chat.system_prompt is not None:
+        _check_system_prompt(config, chat)
         chat = WithSystemPrompt(chat, config.chat.system_prompt)
     if not config.rollout.stop:
         _check_stop(config, chat)
@@ -112,6 +117,15 @@ def build_chat_format(
     if answers:
         _check_answers(config, chat)
     return chat
+
+
+def _check_system_prompt(config: RunConfig, chat: ChatFormat) -> None:
+    if not chat.shows_system():
+        raise ConfigError(
+            f"chat.system_prompt = {config.chat.system_prompt!r:.80}: the chat format of model.path = "
+            f"{config.model.path} shows no system message: leave it out, put its text into the prompts, or name "
+            f"another template with chat.template = file.jinja"
+        )
 
 
 def _check_stop(config: RunConfig, chat: ChatFormat) -> None:

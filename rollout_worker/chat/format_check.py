@@ -36,6 +36,9 @@ _USER: Message = {"role": "user", "content": "slipstream question"}
 
 _REASONING = "slipstream reasoning"
 
+# A call's id, with the name that templates give it.
+_ID = re.compile(r"""(?i)(?<![a-z])id["'\]|>]*\s*[:=]?\s*["']?[\w.:-]*\d[\w.:-]*["']?""")
+
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<[^<>]+>|\[[A-Z_]+\])\w*\s*(?:<[^<>]+>|\[/[A-Z_]+\])\s*")
 
 # These values break notations: quotes of both kinds, a line break, an apostrophe, nested values, other alphabets.
@@ -228,14 +231,23 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
         return _Found(exact=False)
     turn, rest = whole[begin:end], whole[end:]
     read = chat.parse(prompt, turn)
-    parsed = _parsed_back(read, last, problems)
+    asked = str(chat.tokenizer.decode(prompt[begin:])) if begin < len(prompt) else ""
+    parsed = _parsed_back(read, last, asked, problems)
     suffix = await chat.suffix_ids(prompt, turn, last.answers())
-    if suffix != rest:
+    exact = suffix is not None and _without_ids(chat, suffix) == _without_ids(chat, rest)
+    if not exact:
         problems.append(
             f"what would be appended after a tool call is not what the whole conversation has there: "
             f"{difference(chat, suffix, rest)}; {_REMEDY}"
         )
-    return _Found(parsed, suffix == rest, (read.text,))
+    return _Found(parsed, exact, (_ID.sub("", read.text),))
+
+
+def _without_ids(chat: ChatFormat, ids: Sequence[int]) -> list[int] | str:
+    """Return what is compared: the ids; or the text, if it names calls by ids, which some templates number anew."""
+    text = str(chat.tokenizer.decode(list(ids)))
+    without = _ID.sub("", text)
+    return list(ids) if without == text else without
 
 
 def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: list[int]) -> int | None:
@@ -270,14 +282,21 @@ def turn_ends(chat: ChatFormat, whole: Sequence[int], begin: int) -> int | None:
     return next((place + 1 for place in range(begin, len(whole)) if whole[place] in chat.stop_token_ids), None)
 
 
-def _parsed_back(turn: ParsedTurn, exchange: _Exchange, problems: list[str]) -> bool:
+def _parsed_back(turn: ParsedTurn, exchange: _Exchange, asked: str, problems: list[str]) -> bool:
+    """Return whether a turn that only calls is read so. `asked`: what it repeats of the prompt, if anything."""
     expected = exchange.expected()
     calls = [call for call in turn.calls if isinstance(call, ToolCall)]
     if len(calls) == len(turn.calls) == len(expected) and all(
         call.name == name and same_value(arguments, call.arguments)
         for call, (name, arguments) in zip(calls, expected, strict=True)
     ):
-        return True
+        if not turn.content.strip().removeprefix(asked.strip()):
+            return True
+        problems.append(
+            f"a turn that only calls a tool, {turn.text[:300]!r}, is read with the content {turn.content[:300]!r}, "
+            f"which a prompt would show beside the call; {_PARSER}"
+        )
+        return False
     read = ", ".join(str(call)[:300] for call in turn.calls) or "no call"
     problems.append(f"a tool call that the format wrote, {turn.text[:300]!r}, is read as {read}; {_PARSER}")
     return False

@@ -21,6 +21,7 @@ from typing import Any
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.parser_choice import same_value
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker.chat.shown_tools import nested_words
 
 _REMEDY = (
     "name a renderer that knows the model with chat.renderer, another template with chat.template = file.jinja, or "
@@ -99,8 +100,8 @@ async def check_tool_format(chat: ChatFormat, schemas: Sequence[dict[str, Any]])
     if not schemas:
         return ToolFormatCheck()
     name = schemas[0]["function"]["name"]
-    problems: list[str] = []
-    schemas_shown = await _schemas_shown(chat, schemas, problems)
+    problems = await find_hidden_tools(chat, schemas)
+    schemas_shown = not problems
     # Some formats want a call id of nine letters and digits. Others want the tool's name and the call's position.
     for ids in ("slipcall{place}", "functions.{name}:{place}"):
         tried: list[str] = []
@@ -231,8 +232,9 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
         return _Found(exact=False)
     turn, rest = whole[begin:end], whole[end:]
     read = chat.parse(prompt, turn)
-    asked = str(chat.tokenizer.decode(prompt[begin:])) if begin < len(prompt) else ""
-    parsed = _parsed_back(read, last, asked, problems)
+    parsed = _parsed_back(read, last, problems)
+    if parsed and len(exchanges) == 1:
+        parsed = _is_pure(read, str(chat.tokenizer.decode(prompt[begin:])), problems)
     suffix = await chat.suffix_ids(prompt, turn, last.answers())
     exact = suffix is not None and _without_ids(chat, suffix) == _without_ids(chat, rest)
     if not exact:
@@ -282,21 +284,25 @@ def turn_ends(chat: ChatFormat, whole: Sequence[int], begin: int) -> int | None:
     return next((place + 1 for place in range(begin, len(whole)) if whole[place] in chat.stop_token_ids), None)
 
 
-def _parsed_back(turn: ParsedTurn, exchange: _Exchange, asked: str, problems: list[str]) -> bool:
-    """Return whether a turn that only calls is read so. `asked`: what it repeats of the prompt, if anything."""
+def _is_pure(turn: ParsedTurn, asked: str, problems: list[str]) -> bool:
+    """Return whether a turn that only calls has no content. `asked`: what it repeats of the prompt, if anything."""
+    if not turn.content.strip().removeprefix(asked.strip()):
+        return True
+    problems.append(
+        f"a turn that only calls a tool, {turn.text[:300]!r}, is read with the content {turn.content[:300]!r}, which a "
+        f"prompt would show beside the call; {_PARSER}"
+    )
+    return False
+
+
+def _parsed_back(turn: ParsedTurn, exchange: _Exchange, problems: list[str]) -> bool:
     expected = exchange.expected()
     calls = [call for call in turn.calls if isinstance(call, ToolCall)]
     if len(calls) == len(turn.calls) == len(expected) and all(
         call.name == name and same_value(arguments, call.arguments)
         for call, (name, arguments) in zip(calls, expected, strict=True)
     ):
-        if not turn.content.strip().removeprefix(asked.strip()):
-            return True
-        problems.append(
-            f"a turn that only calls a tool, {turn.text[:300]!r}, is read with the content {turn.content[:300]!r}, "
-            f"which a prompt would show beside the call; {_PARSER}"
-        )
-        return False
+        return True
     read = ", ".join(str(call)[:300] for call in turn.calls) or "no call"
     problems.append(f"a tool call that the format wrote, {turn.text[:300]!r}, is read as {read}; {_PARSER}")
     return False
@@ -309,29 +315,28 @@ def difference(chat: ChatFormat, suffix: Sequence[int] | None, rest: Sequence[in
     return f"{text!r} instead of {whole!r}" if text != whole else f"{text!r} in other ids"
 
 
-async def _schemas_shown(chat: ChatFormat, schemas: Sequence[dict[str, Any]], problems: list[str]) -> bool:
+async def find_hidden_tools(chat: ChatFormat, schemas: Sequence[dict[str, Any]]) -> list[str]:
+    """Return why a prompt does not show the first of the tools that it does not show; an empty list if it shows all."""
     try:
         prompt = str(chat.tokenizer.decode(await chat.prompt_ids([_USER])))
     except PromptError as error:
-        problems.append(f"the format refuses a user's message: {error}; {_REMEDY}")
-        return False
+        return [f"the format refuses a user's message: {error}; {_REMEDY}"]
     for schema in schemas:
         function = schema["function"]
         missing = next((word for word in _words(function) if word not in prompt), None)
         if missing is not None:
-            problems.append(
+            return [
                 f"the prompt does not show the tool {function['name']!r}: {missing!r} of its schema is missing, so "
                 f'that the policy cannot know how to call it; set chat.tools = "prompt", which describes the tools in '
                 f"the system message, {_REMEDY}"
-            )
-            return False
-    return True
+            ]
+    return []
 
 
 def _words(function: dict[str, Any]) -> Iterator[str]:
     """Yield the words of a function's schema that a prompt must contain, however it quotes them."""
     yield function["name"]
-    yield from function.get("parameters", {}).get("properties", {})
+    yield from nested_words(function.get("parameters", {}))
     yield from re.findall(r"[a-zA-Z0-9]+", function.get("description", ""))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slipstream.rollout_worker.chat.base import PromptError, checked
 from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, ToolCall
 from slipstream.rollout_worker.chat.shown_messages import TRIED_TOOL, ShownMessages
+from slipstream.rollout_worker.chat.shown_tools import shown_tools
 
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
@@ -114,7 +115,7 @@ class RendererFormat:
         self.tokenizer = tokenizer
         self._ids = RendererTokenizer(tokenizer, name)
         self._renderer = create_renderer(self._ids, renderer_config)
-        self._tools: Any = list(tools) or None
+        self._tools: Any = shown_tools(tools, self._tried_tools) if tools else None
         self._tools_size = len(json.dumps(self._tools))
         self.stop_token_ids = sorted(self._renderer.get_stop_token_ids())
         self._stops = frozenset(self.stop_token_ids)
@@ -237,6 +238,13 @@ class RendererFormat:
         """Render a made-up conversation; None if the library refuses it."""
         try:
             return self._ids.decode(self._render(messages, True, [TRIED_TOOL] if self._tools else None))
+        except PromptError:
+            return None
+
+    def _tried_tools(self, tools: Sequence[dict[str, Any]]) -> str | None:
+        """Render made-up tools; None if the library refuses them."""
+        try:
+            return self._ids.decode(self._render([_QUESTION], True, list(tools)))
         except PromptError:
             return None
 

@@ -34,6 +34,7 @@ from slipstream.rollout_worker.chat.parsers import Before, Parser, Scan
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
 from slipstream.rollout_worker.chat.prompt_tools import NOTATION, PromptTools
 from slipstream.rollout_worker.chat.shown_messages import TRIED_TOOL, ShownMessages
+from slipstream.rollout_worker.chat.shown_tools import shown_tools
 from slipstream.rollout_worker.chat.template_analysis import Rendering, call_id
 from slipstream.rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
 from slipstream.rollout_worker.vision.messages import expanded, images_of, placeholder_text
@@ -154,6 +155,8 @@ class TemplateFormat:
             self._rendering = self._rendering.but(tools_as_text=way)
         if tools and in_prompt:
             parser = NOTATION if parser == "auto" else parser
+        elif tools:
+            self._rendering = self._rendering.but(tools=shown_tools(tools, self._tried_tools))
         try:
             if tools:
                 self._rendering = template_analysis.checked_rendering(self._rendering, self._stop_texts)
@@ -299,6 +302,10 @@ class TemplateFormat:
             return self._rendering.but(tools=[TRIED_TOOL] if self._rendering.tools else None)(messages)
         except template_analysis.REFUSALS:
             return None
+
+    def _tried_tools(self, tools: Sequence[dict[str, Any]]) -> str | None:
+        """Render made-up tools; None if the template refuses them."""
+        return template_analysis.rendered(self._rendering.but(tools=tools), [template_analysis.USER]) or None
 
     def _text(
         self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False

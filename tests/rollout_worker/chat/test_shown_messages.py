@@ -212,6 +212,19 @@ def test_tags_around_calls_that_no_notation_knows_are_no_content(template, count
         assert read.content == said
 
 
+def test_a_parser_that_leaves_the_call_in_the_content_is_refused(tmp_path):
+    file = tmp_path / "parsers.py"
+    file.write_text(
+        "import json\nfrom slipstream import ParsedTurn, ToolCall\n\ndef read(text):\n"
+        "    call = json.loads(text[text.index('{') : text.rindex('}') + 1])\n"
+        "    return ParsedTurn(text, text, [ToolCall(call['name'], call['arguments'])])\n"
+    )
+    chat = TemplateFormat(build_tokenizer(), [END_OF_TURN], SCHEMAS, "my-model", parser=f"{file}:read")
+    proof = asyncio.run(check_tool_format(chat, SCHEMAS))
+    assert not proof.fit_for_tools
+    assert "which a prompt would show beside the call" in proof.problems[0]
+
+
 def test_calls_that_a_template_numbers_through_the_conversation_are_compared_without_numbers():
     """In what is appended after the second turn its call has another number than in the whole conversation."""
     chat = format_of(NUMBERED)

@@ -60,7 +60,7 @@ class ShownMessages:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._known: dict[tuple[str | None, ...], bool | None] = {}
+        self._known: dict[tuple[str, tuple[str, ...] | None], bool | None] = {}
 
     def __call__(self, messages: Sequence[Message], previous: str | None = None) -> list[Message]:
         """Write a conversation, or what follows a turn.
@@ -105,31 +105,31 @@ class ShownMessages:
         if self.shows_system() is not True:
             yield "no system message"
             return
-        if self._shows("developer", None) is not True:
+        if self._shows("developer", ()) is not True:
             yield "a developer's message as the system's"
-        if self._shows("system", "system") is not True:
+        if self._shows("system", ("system",)) is not True:
             yield "further system messages within the first"
-        if self._shows("system", "assistant") is not True:
+        if self._shows("system", ("assistant",)) is not True:
             yield "no system message after a turn"
 
     def shows_system(self) -> bool | None:
         """Return whether the format shows a system message at the beginning; None where it refuses one."""
-        return self._shows("system", None)
+        return self._shows("system", ())
 
     def _place(self, number: int, message: Message, written: list[Message], previous: str | None) -> None:
         """Append a message of another role than user, assistant and tool, or join it to the one before."""
         role: str = message["role"]
-        before = written[-1]["role"] if written else previous
+        before = _before(written, previous)
         for known_as in (role, "system") if role in OPENING else (role,):
             if self._shows(known_as, before):
                 written.append({**message, "role": known_as})
                 return
-        if written and role in OPENING and before in OPENING:
+        if written and role in OPENING and before[-1] in OPENING:
             written[-1] = {**written[-1], "content": _joined(written[-1]["content"], message["content"])}
         elif self._shows(role, before) is None:  # the format says itself why it refuses it
             written.append(message)
         else:
-            where = "at the beginning" if before is None else f"after one of role {before!r}"
+            where = f"after one of role {before[-1]!r}" if before else "at the beginning"
             remedy = _IN_PLACE.get(role, "put its text into a user's message")
             raise PromptError(
                 f"message {number} has the role {role!r}, and the chat format shows nothing of such a message {where}: "
@@ -181,18 +181,26 @@ class ShownMessages:
         if self._shows(what) is False:
             raise PromptError(f"the conversation has {named}, of which the chat format shows nothing: {remedy}, {_OR}")
 
-    def _shows(self, *place: str | None) -> bool | None:
-        """Return whether the format shows a message there; None where it refuses one.
+    def _shows(self, what: str, before: tuple[str, ...] | None = None) -> bool | None:
+        """Return whether the format shows a message; None where it refuses one.
 
         Args:
-            place: A role and that of the message before; or a name in `_turns`.
+            what: A name in `_turns`; with `before` a role.
+            before: The result of `_before`.
         """
+        place = what, before
         if place not in self._known:
-            messages, words = _turns(str(place[0])) if len(place) == 1 else _of_role(*place)
+            messages, words = _turns(what) if before is None else _of_role(what, before)
             text = self._render(messages)
             found = None if text is None else all(word in text for word in words)
-            self._known[place] = found and not (place == ("object",) and _is_python(text or ""))
+            self._known[place] = found and not (what == "object" and _is_python(text or ""))
         return self._known[place]
+
+
+def _before(written: Sequence[Message], previous: str | None) -> tuple[str, ...]:
+    """Return the roles before a message that decide whether it is shown: at the beginning all, else the last one."""
+    roles = tuple(message["role"] for message in written) or ((previous,) if previous else ())
+    return roles if previous is None and all(role in OPENING for role in roles) else roles[-1:]
 
 
 def _is_answered(message: Message) -> bool:
@@ -200,17 +208,17 @@ def _is_answered(message: Message) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
-def _of_role(role: str | None, before: str | None) -> tuple[list[Message], list[str]]:
-    """Return a conversation with a message of `role` after one of the role `before`, and the words to look for."""
+def _of_role(role: str, before: tuple[str, ...]) -> tuple[list[Message], list[str]]:
+    """Return a conversation with a message of `role` after those of the roles `before`, and the words to look for."""
     message = {"role": role, "content": _TRIED}
-    if before is None or before in OPENING:
-        opening = [] if before is None else [{"role": before, "content": _OTHER}]
-        return [*opening, message, _USER], [_TRIED, _ASKED, *([_OTHER] if opening else [])]
-    if before == "user":
+    if all(each in OPENING for each in before):
+        opening = [{"role": each, "content": f"{_OTHER}{place}"} for place, each in enumerate(before)]
+        return [*opening, message, _USER], [_TRIED, _ASKED, *(str(each["content"]) for each in opening)]
+    if before == ("user",):
         return [_USER, message], [_TRIED]
-    if before == "tool":
+    if before == ("tool",):
         return [_USER, _calls(_OTHER), _answer(0, _KEY), message], [_TRIED]
-    return [_USER, {"role": before, "content": _OTHER}, message, _USER], [_TRIED]
+    return [_USER, {"role": before[0], "content": _OTHER}, message, _USER], [_TRIED]
 
 
 def _turns(what: str) -> tuple[list[Message], list[str]]:

@@ -111,8 +111,7 @@ def plain(schema: Any, root: Mapping[str, Any]) -> Any:
 def _written(function: dict[str, Any], trial: _Trial) -> dict[str, Any]:
     """Return a function whose parameters are shown."""
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    if not isinstance(properties, dict) or not properties:
+    if not isinstance(parameters, dict) or not isinstance(properties := parameters.get("properties"), dict):
         return function
     found, told = {}, ""
     for name, schema in properties.items():
@@ -212,7 +211,7 @@ class _Trial:
         return True
 
     def _text(self, schema: dict[str, Any], definitions: dict[str, Any]) -> str | None:
-        held = {name.rpartition("/")[0].strip("#/"): {} for name in definitions}
+        held: dict[str, dict[str, Any]] = {name.rpartition("/")[0].strip("#/"): {} for name in definitions}
         for name, part in definitions.items():
             where, _, last = name.rpartition("/")
             held[where.strip("#/")][last] = part

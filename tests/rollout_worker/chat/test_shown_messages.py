@@ -33,6 +33,13 @@ NARROW = """\
 {%- if tools %}{{ '<|im_start|>tools\\n' }}{{ tools | tojson }}{{ '<|im_end|>\\n' }}{% endif %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# Shows two messages before the first user's, of either role.
+TWO = (
+    NARROW.replace("(m.role == 'system' and loop.first)", "(m.role in ('system', 'developer') and loop.index0 < 2)")
+    .replace("(m.role != 'system' or loop.first)", "(m.role != 'system' or loop.index0 < 2)")
+    .replace("('user', 'system', 'assistant', 'tool')", "('user', 'system', 'developer', 'assistant', 'tool')")
+)
+
 # Shows a system message after a turn too.
 LATER = CHAT_TEMPLATE.replace(
     'message.role == "user"', 'message.role == "user" or (message.role == "system" and not loop.first)'
@@ -144,8 +151,9 @@ def test_no_format_leaves_out_a_message_that_it_takes(case):
 
 
 @pytest.mark.parametrize("tools", [[], SCHEMAS], ids=["plain", "tools"])
-def test_a_template_that_knows_little_is_given_no_more(tools):
-    check_all_is_shown(narrow(tools))
+@pytest.mark.parametrize("template", [NARROW, TWO, LATER], ids=["one", "two", "later"])
+def test_a_template_that_knows_little_is_given_no_more(template, tools):
+    check_all_is_shown(format_of(template, tools))
 
 
 def test_messages_at_the_beginning_are_joined_to_one_system_message():

@@ -15,6 +15,9 @@ from slipstream.protocol.messages import Natural, RankReport, Seconds, Server
 # Ends of an evaluation: all of its rows ended; its time-out; the end of the run.
 Ended = Literal["complete", "deadline", "run_over"]
 
+# Names of evaluations' metrics begin with `EVAL`. `EVAL_STEP` is the step that an evaluation evaluates.
+EVAL, EVAL_STEP = "eval/", "eval/step"
+
 
 class EvaluationRequest(msgspec.Struct):
     """Asks for an evaluation of `step`. Asking again for the same step changes nothing.
@@ -86,7 +89,7 @@ class Evaluation(msgspec.Struct):
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """Return the known metrics for `metrics.jsonl` and trackers, under TRL's names where they mean the same."""
     found: dict[str, float | None] = {
-        "eval/step": evaluation.step,
+        EVAL_STEP: evaluation.step,
         "eval/reward": evaluation.reward,
         "eval/reward_std": evaluation.reward_std,
         **{f"eval/rewards/{name}/mean": value for name, value in evaluation.rewards.items()},

@@ -91,16 +91,22 @@ def _description(config: RunConfig, architecture: Any) -> str:
 def _chat(config: RunConfig) -> str:
     from slipstream.rollout_worker.chat.build import build_chat_format
 
-    chat = build_chat_format(config, [])
+    chat = plain = build_chat_format(config, [])
     name = getattr(chat, "parser_name", None)
     found = type(chat).__name__ + (f", parser {name}" if name else "")
     try:
-        build_chat_format(config, [_TOOL])
+        chat = build_chat_format(config, [_TOOL])
     except ConfigError as error:
         # With a task, its line has the remedy if there are tools.
         why = str(error).partition("; ")[0] if config.task.path else str(error)
-        return f"{found}; without tools: {why}"
-    return f"{found}; with and without tools" + (" in the prompt" if config.chat.tools == "prompt" else "")
+        return f"{found}{_changes(plain)}; without tools: {why}"
+    in_prompt = " in the prompt" if config.chat.tools == "prompt" else ""
+    return f"{found}; with and without tools{in_prompt}{_changes(chat)}"
+
+
+def _changes(chat: Any) -> str:
+    changes = chat.changes()
+    return f"; it shows {', '.join(changes)}" if changes else ""
 
 
 def _serving(config: RunConfig, architecture: Any) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from slipstream.deploy.servers.gpu_memory import GIB, gib
 from slipstream.deploy.servers.model_shape import BYTES, architecture_of, shape_of
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.config.sections.servers import flag_value, has_flag
@@ -27,8 +28,6 @@ FLAG = "--kv-cache-memory-bytes"
 _FLAGS = (FLAG, "--gpu-memory-utilization")
 
 _VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-
-GIB = 1024**3
 
 # Tokens of a block, the least that vLLM's CPU kernels are made for. One is kept back, and a sequence's last one is
 # seldom full. Of 34 prompt tokens that eight episodes share, 81 % were read from the cache, and 0 % with blocks of 128.
@@ -129,9 +128,9 @@ def check_cache_fits(config: RunConfig) -> None:
     found = budget(model, config, available)
     if found.room < found.least:
         raise ConfigError(
-            f"vllm.max_model_len = {config.vllm.max_model_len}: one sequence takes {_gib(found.least)} of a server's "
-            f"cache, and {_gib(max(0, found.room))} is left for it on each of {config.vllm.count} servers, with "
-            f"{_gib(available)} of memory free and weights of {_gib(model.weights)}, which a server holds "
+            f"vllm.max_model_len = {config.vllm.max_model_len}: one sequence takes {gib(found.least)} of a server's "
+            f"cache, and {gib(max(0, found.room))} is left for it on each of {config.vllm.count} servers, with "
+            f"{gib(available)} of memory free and weights of {gib(model.weights)}, which a server holds "
             f"{_SERVER_COPIES} and the learner {_LEARNER_COPIES} times; lower vllm.max_model_len or vllm.count, take a "
             f"smaller model, or set the size by {FLAG} in vllm.args"
         )
@@ -165,7 +164,7 @@ def described(config: RunConfig, episode_tokens: int | None) -> str:
     """Describe what `settled` has chosen, in one line."""
     arguments, vllm = config.vllm.args, config.vllm
     size = flag_value(arguments, FLAG)
-    cache = f", a cache of {_gib(int(size))}" if size and size.isdigit() else ""
+    cache = f", a cache of {gib(int(size))}" if size and size.isdigit() else ""
     length = f"{episode_tokens} tokens, the longest episode" if episode_tokens else f"{vllm.max_model_len} tokens"
     block = flag_value(arguments, _BLOCK_FLAG)
     blocks = f"blocks of {block} tokens, " if block else ""
@@ -226,7 +225,3 @@ def _node_bytes(meminfo: str) -> int:
 def _model(config: RunConfig) -> Model | None:
     architecture = architecture_of(config.model)
     return None if architecture is None else model_of(architecture, config.model.dtype)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"

@@ -252,8 +252,8 @@ def activation_bytes(shape: ModelShape, tokens: int, checkpointing: bool, stream
 
 
 def gib(count: float) -> str:
-    """Show bytes in GiB."""
-    return f"{count / GIB:.1f} GiB"
+    """Show bytes in GiB; in MiB below a tenth of one, which would be 0.0 GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 or count <= 0 else f"{count / 2**20:.0f} MiB"
 
 
 def _arriving(shape: ModelShape, config: RunConfig, transport: str, published: int) -> int:

@@ -43,6 +43,19 @@ alone.
 - Tokenizers are byte-level stand-ins with the family's special tokens, except where the chat format says "real".
   Templates are those that TRL 1.16.0 ships.
 
+## What the start check reports
+
+Formats accept much that they render to nothing. So words that no format contains are tried in each role and place, and
+in names, values and types of tools' parameters. What is not shown as it is, is written in another form that is shown:
+
+- a developer's message as a system message; further messages at the beginning within the first one;
+- a second call of a turn, and text beside a call, as turns of their own; an object as a tool's result as JSON text;
+- a parameter's schema without `$ref` and unions with null, or as JSON in its description.
+
+`slipstream doctor run.toml` names these changes under "model, chat". What is shown in no form is refused with its role
+and what to write in its place: a row's prompt by `doctor`, an agent's request with status 400, `chat.system_prompt` at
+the start. A turn that only calls must be read with empty content, and ids of calls may differ in what is appended.
+
 ## Choose a chat format
 
 A chat format turns messages into token ids, and sampled ids into messages. `[chat] format = "auto"` takes a

@@ -14,7 +14,7 @@ from slipstream.learner.feed.judged_groups import StepCounts
 from slipstream.learner.report.journal import Record
 from slipstream.learner.training.base import StepMetrics
 from slipstream.protocol.messages import LearnerReport, RankReport
-from slipstream.protocol.status import Evaluation
+from slipstream.protocol.status import EVAL, EVAL_STEP, Evaluation
 from slipstream.weight_sync.fleet.publications import PublishRecord
 
 FILE_NAME = "evaluations.jsonl"
@@ -22,8 +22,6 @@ FILE_NAME = "evaluations.jsonl"
 # Key in a line of `metrics.jsonl`: metrics of the evaluations that ended by the same step and are not the newest, one
 # mapping for each, in the order of their steps.
 EARLIER = "eval/earlier"
-
-_STEP = "eval/step"
 
 # Metrics of a step on the status page and on `/metrics`, by their names in `metrics.jsonl`; the most important first.
 MAIN_METRICS = (
@@ -175,8 +173,8 @@ def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dic
     Args:
         ended: Metrics of evaluations that have ended.
     """
-    other = {name: value for name, value in line.items() if not name.startswith("eval/")}
+    other = {name: value for name, value in line.items() if not name.startswith(EVAL)}
     has = {name: value for name, value in line.items() if name not in other}
     known = [*has.pop(EARLIER, ()), *([has] if has else ()), *ended]
-    *earlier, newest = sorted(known, key=lambda values: values[_STEP]) or [{}]
+    *earlier, newest = sorted(known, key=lambda values: values[EVAL_STEP]) or [{}]
     return {**other, **newest, **({EARLIER: earlier} if earlier else {})}

@@ -96,7 +96,7 @@ class Reports:
         if evaluations:
             self._steps.amend(lambda line: beside(line, evaluations))
         for metrics in evaluations:
-            self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, metrics)
+            self._tracking.evaluation(metrics)
 
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
         """Write the whole run's metrics and its curve, when it has made its last step."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slipstream.learner.report.rollouts import printable
 from slipstream.protocol.config import ConfigError, TrackingSection
 from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import EVAL, EVAL_STEP
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 ALL = "all"
 
 ROLLOUTS = "rollouts"
+
+STEP = "step"
 
 COLUMNS = ["step", "prompt", "completion", "reward", "advantage", "finish_reason", "staleness"]
 
@@ -115,6 +118,10 @@ class Tracker:
         """Return the metrics under names that the tracker accepts."""
         return dict(metrics)
 
+    def log(self, made: GeneralTracker, metrics: Mapping[str, float], step: int) -> None:
+        """Send metrics at a step, which may be earlier than the one before."""
+        made.log(dict(metrics), step=step)
+
     def log_rollouts(self, made: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
         """Send rollouts of a step, if the tracker can show texts or tables."""
 
@@ -144,7 +151,7 @@ class TensorBoard(Tracker):
         made.log({ROLLOUTS: "\n\n".join(map(_markdown, views))}, step=step)
 
 
-class Wandb(_TableTracker):
+class Wandb(Tracker):
     name = "wandb"
     packages = ("wandb",)
     is_extra = True
@@ -160,6 +167,20 @@ class Wandb(_TableTracker):
             "resume": "allow",
             "dir": str(start.folder),
         }
+
+    def start(self, start: Start) -> GeneralTracker:
+        """Make our steps the axis. Its own axis cannot go back, and has one value of a name at each place."""
+        made = super().start(start)
+        for names, axis in (("*", STEP), (f"{EVAL}*", EVAL_STEP)):
+            made.tracker.define_metric(names, step_metric=axis)
+        return made
+
+    def log(self, made: GeneralTracker, metrics: Mapping[str, float], step: int) -> None:
+        made.log({STEP: step, **metrics})
+
+    def log_rollouts(self, made: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
+        columns, rows = _table(views)
+        made.log_table(ROLLOUTS, columns=columns, data=rows)
 
 
 class Trackio(Tracker):

@@ -23,6 +23,7 @@ from slipstream.learner.report.records import EARLIER
 from slipstream.learner.report.trackers import TRACKERS, Start, wanted_trackers
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.status import EVAL, EVAL_STEP
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -128,21 +129,27 @@ class Tracking:
         return [tracker.name for tracker in self._trackers]
 
     def step(self, step: int, line: Mapping[str, Any], samples: Sequence[RolloutView]) -> None:
-        """Send a line of `metrics.jsonl`, and some of the step's rollouts."""
+        """Send a line of `metrics.jsonl`, and some of the step's rollouts.
+
+        Evaluations that have ended stand in the line too. Each is sent by itself, at its own step.
+        """
         every = self._config.tracking.rollouts_every
         shown = samples if every and step % every == 0 else ()
-        metrics = {name: value for name, value in numbers(line).items() if name != "step"}  # that is the axis
+        found = numbers(line)
+        metrics = {name: value for name, value in found.items() if name != "step" and not name.startswith(EVAL)}
+        for earlier in line.get(EARLIER, ()):
+            self.evaluation(earlier)
+        if EVAL_STEP in found:
+            self.evaluation({name: value for name, value in found.items() if name.startswith(EVAL)})
         for tracker in self._trackers:
             if step > self._sent.get(tracker.name, 0):
-                # The line's own metrics last: of two values for one step, some trackers keep the later one.
-                for earlier in line.get(EARLIER, ()):
-                    tracker.put(_sends(tracker.name, numbers(earlier), (), step))
                 tracker.put(_sends(tracker.name, metrics, shown, step))
 
-    def late(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send metrics that came after the line of their step."""
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Send an evaluation at the step that it evaluates: two that end by the same step are then two points."""
+        sent = numbers(metrics)
         for tracker in self._trackers:
-            tracker.put(_sends(tracker.name, numbers(metrics), (), step))
+            tracker.put(_sends(tracker.name, sent, (), int(sent[EVAL_STEP])))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Send waiting jobs, for at most `timeout_s` seconds a tracker."""
@@ -280,7 +287,7 @@ def _sends(name: str, metrics: Mapping[str, float], samples: Sequence[RolloutVie
 
     def job(made: GeneralTracker) -> None:
         tracker = TRACKERS[name]
-        made.log(tracker.rename(metrics), step=step)
+        tracker.log(made, tracker.rename(metrics), step)
         if samples:
             tracker.log_rollouts(made, samples, step)
 

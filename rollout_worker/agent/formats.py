@@ -77,6 +77,7 @@ class ChatFormats:
         self._plain = plain
         self._build = build
         self._one_at_a_time = asyncio.Lock()
+        self._appends: dict[bool, bool] = {}
         # If no format can be built for a set of tools, the text of the error is kept in its place.
         self._kept: OrderedDict[bytes, Proven | str] = OrderedDict()
 
@@ -109,7 +110,9 @@ class ChatFormats:
             functions = [tool["function"] for tool in tools]
             parameters = {each["name"]: Parameters(each["parameters"], strict=False) for each in functions}
             chat = self._build(tools) if tools else self._plain
-            appends = asyncio.run(check_answer_format(chat)).appended is not False
+            if bool(tools) not in self._appends:  # the same for all tools
+                self._appends[bool(tools)] = asyncio.run(check_answer_format(chat)).appended is not False
+            appends = self._appends[bool(tools)]
             return Proven(chat, parameters, appends, asyncio.run(self._frames(chat, list(parameters))))
         except SchemaError as error:
             return f"a tool's parameters are not a JSON schema: {error.message}"[:500]

@@ -14,17 +14,18 @@ from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.vision.messages import PARTS as IMAGE_PARTS
 from slipstream.rollout_worker.vision.processor import ImageProcessor, Seen
 
-_OPENING = ("system", "developer")
+# Roles of the messages that a conversation may begin with.
+OPENING = ("system", "developer")
 
 # Data sets use the roles of OpenAI's API and others that TRL's templates and renderers know.
 ROLES = frozenset(
     [
-        *(*_OPENING, "user", "assistant", "tool", "function"),
+        *(*OPENING, "user", "assistant", "tool", "function"),
         *("ipython", "environment", "model", "chatbot", "latest_reminder", "tool_declare"),
     ]
 )
 
-_MUST_SPEAK = (*_OPENING, "user")
+_MUST_SPEAK = (*OPENING, "user")
 
 
 class PromptError(Exception):
@@ -69,6 +70,12 @@ class ChatFormat(Protocol):
 
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
         """Return the prompt for people to read, with any system prompt that the run file puts before it."""
+
+    def changes(self) -> list[str]:
+        """Say which messages the format shows in another form, or not at all, for people to read."""
+
+    def shows_system(self) -> bool:
+        """Return whether the format shows a system message."""
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
@@ -118,7 +125,7 @@ def checked(
         PromptError: A template would leave something out, or write it in Python's notation.
     """
     conversation = [_message(number, message, parts, knows) for number, message in enumerate(messages)]
-    first = next((message for message in conversation if message["role"] not in _OPENING), None)
+    first = next((message for message in conversation if message["role"] not in OPENING), None)
     if first is not None and first["role"] == "tool":
         raise PromptError("the conversation begins with a tool's message; put the assistant's call before it")
     return _with_results_in_order(conversation)
@@ -167,6 +174,8 @@ def _message(number: int, message: Any, parts: Sequence[str], knows: Callable[[s
     elif role != "tool" and not isinstance(content, str | None):
         raise PromptError(f"the content of {where} is {content!r:.80}; give text")
     kept = {key: value for key, value in message.items() if value is not None}
+    if kept.get("function_call"):
+        raise PromptError(f"{where} has a function_call, which chat formats leave out; give it as tool_calls")
     if calls := kept.pop("tool_calls", None):
         if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
             raise PromptError(f"the tool_calls of {where} are {calls!r:.80}; give a list of calls")

@@ -13,17 +13,16 @@ from typing import Any, TypeVar
 
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.rollout_worker.chat import renderer_settings
-from slipstream.rollout_worker.chat.base import ChatFormat
+from slipstream.rollout_worker.chat.base import OPENING, ChatFormat
 from slipstream.rollout_worker.chat.format_check import (
     check_answer_format,
     check_tool_format,
     end_that_does_not_stop,
+    find_hidden_tools,
 )
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.chat.template import TemplateFormat
 from slipstream.rollout_worker.vision.processor import ImageProcessor
-
-_SYSTEM_ROLES = ("system", "developer")
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,12 @@ class WithSystemPrompt:
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
         return self._chat.shown(prompt if isinstance(prompt, str) else self._whole(prompt))
 
+    def changes(self) -> list[str]:
+        return self._chat.changes()
+
+    def shows_system(self) -> bool:
+        return self._chat.shows_system()
+
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         return await self._chat.render_ids(self._whole(messages), generation_prompt)
 
@@ -70,7 +75,7 @@ class WithSystemPrompt:
 
     def _whole(self, messages: Sequence[Message]) -> Sequence[Message]:
         first = messages[0] if messages else None
-        has_one = isinstance(first, Mapping) and first.get("role") in _SYSTEM_ROLES
+        has_one = isinstance(first, Mapping) and first.get("role") in OPENING
         return messages if has_one else [self._message, *messages]
 
 
@@ -85,7 +90,11 @@ def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) 
 
 
 def build_chat_format(
-    config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
+    config: RunConfig,
+    tools: Sequence[dict[str, Any]],
+    answers: bool = False,
+    tokenizer: Any = None,
+    is_known: bool = False,
 ) -> ChatFormat:
     """Build the format that `chat.format` names.
 
@@ -94,6 +103,8 @@ def build_chat_format(
         tools: JSON schemas of the tools.
         answers: Whether users' messages follow turns.
         tokenizer: The tokenizer of another format of the run. If given, it is not loaded again.
+        is_known: Whether the run's format has passed the check with other tools, so that only what shows these is
+            checked.
 
     Returns:
         The format, with the system prompt if the config has one.
@@ -102,16 +113,34 @@ def build_chat_format(
         ConfigError: The model cannot use the format, or no turn would end. With tools or answers, the format check must
             pass.
     """
-    chat = _chosen(config, tools, tokenizer)
-    if config.chat.system_prompt is not None:
-        chat = WithSystemPrompt(chat, config.chat.system_prompt)
+    chat = _with_system_prompt(config, _chosen(config, tools, tokenizer))
+    if is_known:
+        _check(config, _proven(find_hidden_tools(chat, tools)))
+        return chat
+    # How turns, calls and answers are written is tried with one tool: prompts with all of them are long.
+    tried = chat if len(tools) < 2 else _with_system_prompt(config, _chosen(config, tools[:1], chat.tokenizer))
     if not config.rollout.stop:
-        _check_stop(config, chat)
+        _check_stop(config, tried)
     if tools:
-        _check(config, chat, tools)
+        proof = _proven(check_tool_format(tried, tools[:1]))
+        _check(config, () if proof.fit_for_tools else proof.problems)
+    if len(tools) > 1:
+        _check(config, _proven(find_hidden_tools(chat, tools)))
     if answers:
-        _check_answers(config, chat)
+        _check_answers(config, tried)
     return chat
+
+
+def _with_system_prompt(config: RunConfig, chat: ChatFormat) -> ChatFormat:
+    if config.chat.system_prompt is None:
+        return chat
+    if not chat.shows_system():
+        raise ConfigError(
+            f"chat.system_prompt = {config.chat.system_prompt!r:.80}: the chat format of model.path = "
+            f"{config.model.path} shows no system message: leave it out, put its text into the prompts, or name "
+            f"another template with chat.template = file.jinja"
+        )
+    return WithSystemPrompt(chat, config.chat.system_prompt)
 
 
 def _check_stop(config: RunConfig, chat: ChatFormat) -> None:
@@ -124,10 +153,9 @@ def _check_stop(config: RunConfig, chat: ChatFormat) -> None:
         )
 
 
-def _check(config: RunConfig, chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> None:
-    proof = _proven(check_tool_format(chat, tools))
-    if not proof.fit_for_tools:
-        raise ConfigError(f"model.path = {config.model.path} cannot be used with tools: {'; '.join(proof.problems)}")
+def _check(config: RunConfig, problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError(f"model.path = {config.model.path} cannot be used with tools: {'; '.join(problems)}")
 
 
 def _check_answers(config: RunConfig, chat: ChatFormat) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.parser_choice import same_value
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker.chat.shown_tools import nested_words
 
 _REMEDY = (
     "name a renderer that knows the model with chat.renderer, another template with chat.template = file.jinja, or "
@@ -35,6 +36,9 @@ _PARSER = (
 _USER: Message = {"role": "user", "content": "slipstream question"}
 
 _REASONING = "slipstream reasoning"
+
+# A call's id, with the name that templates give it.
+_ID = re.compile(r"""(?i)(?<![a-z])id["'\]|>]*\s*[:=]?\s*["']?[\w.:-]*\d[\w.:-]*["']?""")
 
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<[^<>]+>|\[[A-Z_]+\])\w*\s*(?:<[^<>]+>|\[/[A-Z_]+\])\s*")
 
@@ -96,8 +100,8 @@ async def check_tool_format(chat: ChatFormat, schemas: Sequence[dict[str, Any]])
     if not schemas:
         return ToolFormatCheck()
     name = schemas[0]["function"]["name"]
-    problems: list[str] = []
-    schemas_shown = await _schemas_shown(chat, schemas, problems)
+    problems = await find_hidden_tools(chat, schemas)
+    schemas_shown = not problems
     # Some formats want a call id of nine letters and digits. Others want the tool's name and the call's position.
     for ids in ("slipcall{place}", "functions.{name}:{place}"):
         tried: list[str] = []
@@ -229,13 +233,23 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
     turn, rest = whole[begin:end], whole[end:]
     read = chat.parse(prompt, turn)
     parsed = _parsed_back(read, last, problems)
+    if parsed and len(exchanges) == 1:
+        parsed = _is_pure(read, str(chat.tokenizer.decode(prompt[begin:])), problems)
     suffix = await chat.suffix_ids(prompt, turn, last.answers())
-    if suffix != rest:
+    exact = suffix is not None and _without_ids(chat, suffix) == _without_ids(chat, rest)
+    if not exact:
         problems.append(
             f"what would be appended after a tool call is not what the whole conversation has there: "
             f"{difference(chat, suffix, rest)}; {_REMEDY}"
         )
-    return _Found(parsed, suffix == rest, (read.text,))
+    return _Found(parsed, exact, (_ID.sub("", read.text),))
+
+
+def _without_ids(chat: ChatFormat, ids: Sequence[int]) -> list[int] | str:
+    """Return what is compared: the ids; or the text, if it names calls by ids, which some templates number anew."""
+    text = str(chat.tokenizer.decode(list(ids)))
+    without = _ID.sub("", text)
+    return list(ids) if without == text else without
 
 
 def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: list[int]) -> int | None:
@@ -270,6 +284,17 @@ def turn_ends(chat: ChatFormat, whole: Sequence[int], begin: int) -> int | None:
     return next((place + 1 for place in range(begin, len(whole)) if whole[place] in chat.stop_token_ids), None)
 
 
+def _is_pure(turn: ParsedTurn, asked: str, problems: list[str]) -> bool:
+    """Return whether a turn that only calls has no content. `asked`: what it repeats of the prompt, if anything."""
+    if not turn.content.strip().removeprefix(asked.strip()):
+        return True
+    problems.append(
+        f"a turn that only calls a tool, {turn.text[:300]!r}, is read with the content {turn.content[:300]!r}, which a "
+        f"prompt would show beside the call; {_PARSER}"
+    )
+    return False
+
+
 def _parsed_back(turn: ParsedTurn, exchange: _Exchange, problems: list[str]) -> bool:
     expected = exchange.expected()
     calls = [call for call in turn.calls if isinstance(call, ToolCall)]
@@ -290,29 +315,28 @@ def difference(chat: ChatFormat, suffix: Sequence[int] | None, rest: Sequence[in
     return f"{text!r} instead of {whole!r}" if text != whole else f"{text!r} in other ids"
 
 
-async def _schemas_shown(chat: ChatFormat, schemas: Sequence[dict[str, Any]], problems: list[str]) -> bool:
+async def find_hidden_tools(chat: ChatFormat, schemas: Sequence[dict[str, Any]]) -> list[str]:
+    """Return why a prompt does not show the first of the tools that it does not show; an empty list if it shows all."""
     try:
         prompt = str(chat.tokenizer.decode(await chat.prompt_ids([_USER])))
     except PromptError as error:
-        problems.append(f"the format refuses a user's message: {error}; {_REMEDY}")
-        return False
+        return [f"the format refuses a user's message: {error}; {_REMEDY}"]
     for schema in schemas:
         function = schema["function"]
         missing = next((word for word in _words(function) if word not in prompt), None)
         if missing is not None:
-            problems.append(
+            return [
                 f"the prompt does not show the tool {function['name']!r}: {missing!r} of its schema is missing, so "
                 f'that the policy cannot know how to call it; set chat.tools = "prompt", which describes the tools in '
                 f"the system message, {_REMEDY}"
-            )
-            return False
-    return True
+            ]
+    return []
 
 
 def _words(function: dict[str, Any]) -> Iterator[str]:
     """Yield the words of a function's schema that a prompt must contain, however it quotes them."""
     yield function["name"]
-    yield from function.get("parameters", {}).get("properties", {})
+    yield from nested_words(function.get("parameters", {}))
     yield from re.findall(r"[a-zA-Z0-9]+", function.get("description", ""))
 
 

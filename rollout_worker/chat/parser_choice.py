@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,12 +61,14 @@ class ParserMatch:
         parser: The parser.
         rendering: The rendering, with arguments in the form that the template accepts.
         shows_ids: The template writes the ids of calls, or asks for them.
+        around: Matches what the template writes around calls and the parser leaves in the content; None if nothing.
     """
 
     name: str
     parser: Parser
     rendering: Rendering
     shows_ids: bool
+    around: re.Pattern[str] | None = None
 
 
 def choose_parser(setting: str, rendering: Rendering, stops: Sequence[str], thought: Thought, end: str) -> ParserMatch:
@@ -95,7 +98,8 @@ def choose_parser(setting: str, rendering: Rendering, stops: Sequence[str], thou
             continue
         for name, parser in candidates:
             if _reads_back(parser, *written):
-                return ParserMatch(name, parser, tried, shows_ids)
+                two = _written_call(tried, stops, an_id, calls=2)
+                return ParserMatch(name, parser, tried, shows_ids, _around(parser, written, two))
     if setting != "auto":  # the user may know better; the start check reports failures
         (name, parser), *_ = candidates
         return ParserMatch(name, parser, rendering, shows_ids)
@@ -126,16 +130,18 @@ def _candidates(setting: str, rendering: Rendering, thought: Thought, end: str) 
         )
 
 
-def _conversation(an_id: str) -> list[Message]:
-    call = {"type": "function", "id": an_id, "function": {"name": "slipstream_tool", "arguments": ARGUMENTS}}
-    answer = {"role": "tool", "name": "slipstream_tool", "tool_call_id": an_id, "content": "a result"}
-    return [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+def _conversation(an_id: str, calls: int = 1) -> list[Message]:
+    ids = [an_id[:-1] + str((int(an_id[-1]) + place) % 10) for place in range(calls)]
+    function = {"name": "slipstream_tool", "arguments": ARGUMENTS}
+    made = [{"type": "function", "id": each, "function": function} for each in ids]
+    answers = [{"role": "tool", "name": "slipstream_tool", "tool_call_id": each, "content": "a result"} for each in ids]
+    return [USER, {"role": "assistant", "content": "", "tool_calls": made}, *answers]
 
 
-def _written_call(rendering: Rendering, stops: Sequence[str], an_id: str) -> tuple[str, Before] | None:
-    """Return a turn with a call, as the template writes it, and the prompt before it. None if it writes no call."""
+def _written_call(rendering: Rendering, stops: Sequence[str], an_id: str, calls: int = 1) -> tuple[str, Before] | None:
+    """Return a turn with calls, as the template writes it, and the prompt before it. None if it writes no call."""
     try:
-        text, prompt = rendering(_conversation(an_id)), rendering([USER])
+        text, prompt = rendering(_conversation(an_id, calls)), rendering([USER])
     except REFUSALS:
         return None
     shared = next((place for place, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
@@ -154,6 +160,31 @@ def _reads_back(parser: Parser, turn: str, before: Before) -> bool:
     if len(calls) != 1 or not isinstance(call := calls[0], ToolCall):
         return False
     return call.name == "slipstream_tool" and same_value(ARGUMENTS, call.arguments)
+
+
+def _around(parser: Parser, one: tuple[str, Before], two: tuple[str, Before] | None) -> re.Pattern[str] | None:
+    """Return a pattern for what stays in the content of a turn that only calls: of one call, and of several.
+
+    Args:
+        parser: The parser that reads the calls.
+        one: A turn with one call, as the template writes it, and the prompt before it.
+        two: The same with two calls; None if it writes none.
+    """
+    left = parser(*one).content.strip()
+    if not left:
+        return None
+    of_two = parser(*two).content.strip() if two is not None else ""
+    cuts = (at for at in range(len(left), -1, -1) if of_two.startswith(left[:at]) and of_two.endswith(left[at:]))
+    cut = next(cuts, len(left))
+    begins, ends = left[:cut], left[cut:]
+    between = of_two[cut : len(of_two) - len(ends)] if len(of_two) > len(left) else ""
+    more = rf"(?:\s*{_loose(between)})*" if between.strip() else ""
+    return re.compile(rf"\s*{_loose(begins)}{more}\s*{_loose(ends)}\s*")
+
+
+def _loose(text: str) -> str:
+    """Return a pattern for a text with any white space where it has some."""
+    return r"\s*".join(map(re.escape, text.split()))
 
 
 def _shows_ids(rendering: Rendering) -> bool:

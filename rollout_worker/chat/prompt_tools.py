@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.rollout_worker.chat.base import text_of
+from slipstream.rollout_worker.chat.base import OPENING, text_of
 from slipstream.rollout_worker.chat.parsers.base import Message
 
 NOTATION = "hermes"
@@ -90,7 +90,7 @@ class PromptTools:
         return self._with_system(written, tools)
 
     def _with_system(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
-        has_one = bool(messages) and messages[0].get("role") in ("system", "developer")
+        has_one = bool(messages) and messages[0].get("role") in OPENING
         system = messages[0] if has_one else {"role": "system", "content": self.default_system if tools else ""}
         rest = messages[has_one:]
         text = "\n\n".join(part for part in (_text_of(system["content"]), _description(tools)) if part)

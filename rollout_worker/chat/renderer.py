@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.rollout_worker.chat.base import PromptError, checked
 from slipstream.rollout_worker.chat.parsers.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker.chat.shown_messages import TRIED_TOOL, ShownMessages
+from slipstream.rollout_worker.chat.shown_tools import shown_tools
 
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
@@ -48,6 +50,9 @@ _PROBE = "So"
 _QUESTION = {"role": "user", "content": _PROBE}
 
 _END_OF_THOUGHT = "</think"
+
+# Stands for the format's own tools.
+_OWN = object()
 
 
 class RendererTokenizer:
@@ -110,12 +115,13 @@ class RendererFormat:
         self.tokenizer = tokenizer
         self._ids = RendererTokenizer(tokenizer, name)
         self._renderer = create_renderer(self._ids, renderer_config)
-        self._tools: Any = list(tools) or None
+        self._tools: Any = shown_tools(tools, self._tried_tools) if tools else None
         self._tools_size = len(json.dumps(self._tools))
         self.stop_token_ids = sorted(self._renderer.get_stop_token_ids())
         self._stops = frozenset(self.stop_token_ids)
         self.parses_by_user_code = renderer_config.name == "custom"
         self._closes_itself = renderer_config.name in _CLOSES_ITSELF
+        self._shown_messages = ShownMessages(self._tried)
         self._tags = self._thinks_in_tags()
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
@@ -130,6 +136,12 @@ class RendererFormat:
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
         return prompt
 
+    def changes(self) -> list[str]:
+        return self._shown_messages.changes()
+
+    def shows_system(self) -> bool:
+        return bool(self._shown_messages.shows_system())
+
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         given = self._checked(messages)
         return await self._run(self._tools_size + _size(given), partial(self._render, given, generation_prompt))
@@ -141,7 +153,11 @@ class RendererFormat:
 
         One such case is a turn that stopped inside its reasoning.
         """
-        bridge = partial(self._bridge, list(prompt_ids), list(turn_ids), list(messages))
+        try:
+            shown = self._shown_messages(messages, previous="assistant")
+        except PromptError:
+            return None
+        bridge = partial(self._bridge, list(prompt_ids), list(turn_ids), shown)
         return await self._run(_size(messages), bridge)
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
@@ -216,11 +232,27 @@ class RendererFormat:
     def _checked(self, messages: Sequence[Message]) -> list[Message]:
         # The user's own renderer may have its own roles.
         conversation = checked(messages, _PARTS, knows=lambda role: self.parses_by_user_code)
-        return [{**message, "content": message.get("content") or ""} for message in conversation]
+        return [{**message, "content": message.get("content") or ""} for message in self._shown_messages(conversation)]
 
-    def _render(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
+    def _tried(self, messages: Sequence[Message]) -> str | None:
+        """Render a made-up conversation; None if the library refuses it."""
         try:
-            ids = self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=generation_prompt)
+            return self._ids.decode(self._render(messages, True, [TRIED_TOOL] if self._tools else None))
+        except PromptError:
+            return None
+
+    def _tried_tools(self, tools: Sequence[dict[str, Any]]) -> str | None:
+        """Render made-up tools; None if the library refuses them."""
+        try:
+            return self._ids.decode(self._render([_QUESTION], True, list(tools)))
+        except PromptError:
+            return None
+
+    def _render(self, messages: Sequence[Message], generation_prompt: bool, tools: Any = _OWN) -> list[int]:
+        """Render messages, with the format's own tools or others. Raises `PromptError`."""
+        tools = self._tools if tools is _OWN else tools
+        try:
+            ids = self._renderer.render_ids(list(messages), tools=tools, add_generation_prompt=generation_prompt)
         except Exception as error:  # the type depends on the content of the messages
             raise PromptError(f"{type(error).__name__}: {error}") from error
         return list(ids)

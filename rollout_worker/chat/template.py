@@ -10,6 +10,7 @@ an error and not ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,8 @@ from slipstream.rollout_worker.chat.parser_choice import choose_parser
 from slipstream.rollout_worker.chat.parsers import Before, Parser, Scan
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
 from slipstream.rollout_worker.chat.prompt_tools import NOTATION, PromptTools
+from slipstream.rollout_worker.chat.shown_messages import TRIED_TOOL, ShownMessages
+from slipstream.rollout_worker.chat.shown_tools import shown_tools
 from slipstream.rollout_worker.chat.template_analysis import Rendering, call_id
 from slipstream.rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
 from slipstream.rollout_worker.vision.messages import expanded, images_of, placeholder_text
@@ -137,18 +140,23 @@ class TemplateFormat:
         self.parses_by_user_code = bool(tools) and ".py:" in parser
         self._places: list[str] = []
         self._asks_for_ids = False
+        self._around: re.Pattern[str] | None = None
         self.parser_name: str | None = None
         self._rendering = Rendering(tokenizer, list(tools) or None, variables or {})
+        self._shown_messages = ShownMessages(self._tried)
         if not tokenizer.chat_template:
             if tools:
                 raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
             return
         _check_syntax(self._rendering, origin)
         self._rendering = template_analysis.taking_text(self._rendering)
-        if tools and in_prompt:
+        if in_prompt:
             way = PromptTools.of(partial(template_analysis.rendered, self._rendering.but(tools=None)))
             self._rendering = self._rendering.but(tools_as_text=way)
+        if tools and in_prompt:
             parser = NOTATION if parser == "auto" else parser
+        elif tools:
+            self._rendering = self._rendering.but(tools=shown_tools(tools, self._tried_tools))
         try:
             if tools:
                 self._rendering = template_analysis.checked_rendering(self._rendering, self._stop_texts)
@@ -222,6 +230,12 @@ class TemplateFormat:
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
         return prompt
 
+    def changes(self) -> list[str]:
+        return self._shown_messages.changes() if self.tokenizer.chat_template else []
+
+    def shows_system(self) -> bool:
+        return not self.tokenizer.chat_template or bool(self._shown_messages.shows_system())
+
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         return await self._encoded(self._text(self._checked(messages), generation_prompt), messages)
 
@@ -234,10 +248,11 @@ class TemplateFormat:
         """
         if not self.tokenizer.chat_template or self._drops_reasoning(prompt_ids, turn_ids, messages):
             return None
-        following = template_analysis.following(self._following, self._stop_texts, messages)
-        if following is None:
-            return None
         try:
+            shown = self._shown_messages(messages, previous="assistant")
+            following = template_analysis.following(self._following, self._stop_texts, shown)
+            if following is None:
+                return None
             ids = await self._encoded(following.text, messages)
         except PromptError:
             return None
@@ -255,6 +270,8 @@ class TemplateFormat:
         if self._parser is None:
             return ParsedTurn(text, text, [])
         turn = self._parser(text, self._before(prompt_ids))
+        if self._around is not None and turn.calls and all(isinstance(call, ToolCall) for call in turn.calls):
+            turn = replace(turn, content=self._around.sub("", turn.content))
         return _with_ids(turn, len(prompt_ids)) if self._asks_for_ids and turn.calls else turn
 
     async def _encoded(self, text: str, messages: Sequence[Message]) -> list[int]:
@@ -274,9 +291,21 @@ class TemplateFormat:
             raise PromptError(str(error)) from None
 
     def _checked(self, messages: Sequence[Message]) -> list[Message]:
-        source = str(self.tokenizer.chat_template)
+        source = str(self.tokenizer.chat_template or "")
         parts = ("text",) if self.images is None else ("text", "image")
-        return checked(messages, parts, knows=lambda role: f"'{role}'" in source or f'"{role}"' in source)
+        given = checked(messages, parts, knows=lambda role: f"'{role}'" in source or f'"{role}"' in source)
+        return self._shown_messages(given) if source else given
+
+    def _tried(self, messages: Sequence[Message]) -> str | None:
+        """Render a made-up conversation; None if the template refuses it."""
+        try:
+            return self._rendering.but(tools=[TRIED_TOOL] if self._rendering.tools else None)(messages)
+        except template_analysis.REFUSALS:
+            return None
+
+    def _tried_tools(self, tools: Sequence[dict[str, Any]]) -> str | None:
+        """Render made-up tools; None if the template refuses them."""
+        return template_analysis.rendered(self._rendering.but(tools=tools), [template_analysis.USER]) or None
 
     def _text(
         self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False
@@ -323,6 +352,7 @@ class TemplateFormat:
         choice = choose_parser(parser, self._rendering, self._stop_texts, self.reasoning.thought, ends)
         self._parser, self.parser_name = choice.parser, choice.name
         self._rendering = choice.rendering
+        self._around = choice.around
         if isinstance(choice.parser, Scan):
             self.reasoning = replace(self.reasoning, thought=choice.parser.thought)
         self._asks_for_ids = choice.shows_ids

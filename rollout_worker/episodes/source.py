@@ -58,6 +58,7 @@ class SourceContext:
         tokenizer: The run's tokenizer, which all chat formats of the task share.
         notify: Takes key, text and place of a failure of user code that ends no episode.
         errors: Where MCP servers write their stderr; None for this process's.
+        known_with_tools: Whether chat formats with tools have passed the check: without answers, and with them.
     """
 
     config: RunConfig
@@ -66,12 +67,17 @@ class SourceContext:
     tokenizer: Any
     notify: Notify = log_notice
     errors: TextIO | None = None
+    known_with_tools: set[bool] = field(default_factory=set)
 
     def build_chat(self, tools: Sequence[dict[str, Any]], answers: bool = False) -> ChatFormat:
         """Build a chat format for tools, as `build_chat_format` does, with the texts of special tokens in their schemas
-        broken. Raises `ConfigError`."""
+        broken. Of a format that has passed with other tools, only what shows these is checked. Raises `ConfigError`."""
         tools = [markup_of(self.tokenizer).broken_everywhere(tool) for tool in tools]
-        return build_chat_format(self.config, tools, answers, self.tokenizer)
+        is_known = bool(tools) and answers in self.known_with_tools
+        chat = build_chat_format(self.config, tools, answers, self.tokenizer, is_known)
+        if tools:
+            self.known_with_tools.add(answers)
+        return chat
 
 
 @dataclass(frozen=True, slots=True)

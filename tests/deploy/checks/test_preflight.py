@@ -191,6 +191,7 @@ def large_model(tmp_path: Path) -> Path:
         (3.1, 0, None),
         (1.1, 2, None),
         (0.9, 2, "a checkpoint takes at least 1.0 GiB"),
+        (0.03, 0, "its disk has 31 MiB left"),
     ],
 )
 def test_space_for_checkpoints(

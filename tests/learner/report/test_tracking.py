@@ -105,6 +105,7 @@ class Stand(GeneralTracker):  # type: ignore[misc]
         super().__init__(_blank=True)
         self.given = given
         self.calls: list[Any] = []
+        self.axes: dict[str, str] = {}
         self.made.append(self)
 
     def start(self) -> None:
@@ -112,13 +113,15 @@ class Stand(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Any:
-        return Run()
+        return Run(self)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.calls.append(("settings", values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.calls.append((step, values))
+        """Write down what is shown at which step: of a tracker with axes of its own, by these."""
+        axis = self.axes.get("eval/*" if "eval/step" in values else "*")
+        self.calls.append((values.get(axis or "", step), {key: values[key] for key in values if key != "step"}))
 
     def finish(self) -> None:
         self.calls.append("finish")
@@ -131,12 +134,18 @@ class Stand(GeneralTracker):  # type: ignore[misc]
 class Run:
     """The object behind a tracker, as far as we use it."""
 
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+
     info = property(lambda self: self)
     run_id = hash = id = "their-id"
 
     def set_name(self, name: str) -> None: ...
 
     def set_initial_iteration(self, step: int) -> None: ...
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.stand.axes[name] = step_metric
 
 
 @pytest.fixture
@@ -182,7 +191,9 @@ def test_rollouts_name_their_role_where_there_are_several(
     monkeypatch.setattr(
         Stand,
         "log_table",
-        lambda self, name, columns, data, step: tables.append(dict(zip(columns, zip(*data, strict=True), strict=True))),
+        lambda self, name, columns, data, step=None: tables.append(
+            dict(zip(columns, zip(*data, strict=True), strict=True))
+        ),
         raising=False,
     )
     tracking = Tracking(settings, 0, 0, pytest.fail)
@@ -283,24 +294,36 @@ def test_a_tracker_s_own_options_go_to_its_start(tmp_path: Path, stands: Callabl
     assert (given["run_name"], given["name"], given["entity"], given["dir"]) == ("sums", "third", "team", "x")
 
 
-def test_a_late_evaluation_goes_to_its_step(tmp_path: Path, stands: Callable[[str], list[Stand]]) -> None:
-    made = stands("wandb")
-    tracking = Tracking(run_of(tmp_path, "wandb"), 0, 0, pytest.fail)
-    tracking.late(4, {"eval/reward": 0.5})
-    tracking.close()
-    assert made[0].calls[-2] == (4, {"eval/reward": 0.5})
-
-
-def test_of_several_evaluations_in_a_line_each_is_sent_the_newest_last(
-    tmp_path: Path, stands: Callable[[str], list[Stand]]
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_evaluations_that_end_by_one_step_are_each_sent_at_their_own(
+    tracker: str, tmp_path: Path, stands: Callable[[str], list[Stand]]
 ) -> None:
-    made = stands("wandb")
-    tracking = Tracking(run_of(tmp_path, "wandb"), 0, 0, pytest.fail)
+    """Three end by step 5 and two after it: no tracker gets two values of one name for one step."""
+    made = stands(tracker)
+    tracking = Tracking(run_of(tmp_path, tracker), 0, 0, pytest.fail)
     earlier = [{"eval/step": 0, "eval/reward": 0.25}, {"eval/step": 2, "eval/reward": 0.5}]
-    tracking.step(5, {"step": 5, "eval/step": 4, "eval/reward": 0.75, EARLIER: earlier}, [])
+    tracking.step(5, {"step": 5, "reward": 0.1, "eval/step": 4, "eval/reward": 0.75, EARLIER: earlier}, [])
+    for step in (5, 6):
+        tracking.evaluation({"eval/step": step, "eval/reward": 1.0})
     tracking.close()
-    sent = [(call[0], call[1]["eval/step"]) for call in made[0].calls if len(call) == 2 and "eval/step" in call[1]]
-    assert sent == [(5, 0), (5, 2), (5, 4)]
+    sent = {name: [call[0] for call in made[0].calls if name in call[1]] for name in ("reward", "eval/reward")}
+    assert sent == {"reward": [5], "eval/reward": [0, 2, 4, 5, 6]}
+
+
+def test_wandb_keeps_each_evaluation_as_a_row_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'slipstream-rl[wandb]'")
+    tracking = Tracking(run_of(tmp_path, "wandb"), 0, 0, pytest.fail)
+    for step in (1, 2, 3):
+        tracking.step(step, {"step": step, "reward": 0.5}, [])
+    for step in (1, 3):
+        tracking.evaluation({"eval/step": step, "eval/reward": 0.0625 * step})
+    tracking.close()
+    (file,) = (tmp_path / "test" / "wandb").glob("offline-run-*/run-*.wandb")
+    written = file.read_bytes()
+    assert b"0.0625" in written
+    assert b"0.1875" in written
 
 
 def test_what_is_no_finite_number_is_not_sent_and_reasons_stand_by_themselves() -> None:
@@ -321,9 +344,9 @@ def test_settings_that_are_sent_hold_no_token_and_no_address() -> None:
 def test_mlflow_gets_names_that_it_takes(tmp_path: Path, stands: Callable[[str], list[Stand]]) -> None:
     made = stands("mlflow")
     tracking = Tracking(run_of(tmp_path, "mlflow"), 0, 0, pytest.fail)
-    tracking.late(1, {"eval/pass@4": 0.5})
+    tracking.evaluation({"eval/step": 1, "eval/pass@4": 0.5})
     tracking.close()
-    assert made[0].calls[-2] == (1, {"eval/pass_4": 0.5})
+    assert made[0].calls[-2] == (1, {"eval/step": 1, "eval/pass_4": 0.5})
 
 
 class Broken(Stand):
@@ -337,7 +360,7 @@ class Broken(Stand):
             raise OSError("no network\nsecond line")
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        if self.at == "log" and step != 2:
+        if self.at == "log" and values["step"] != 2:
             raise SystemExit(3)
         super().log(values, step)
 

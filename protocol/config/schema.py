@@ -1,4 +1,4 @@
-"""The run file as a whole: its sections, removed settings, and checks across sections.
+"""The run file as a whole: its sections, and checks across sections.
 
 A check names the symptom that a wrong setting would show.
 """
@@ -37,9 +37,6 @@ from slipstream.protocol.config.sections import (
     sampling,
     servers,
 )
-
-# Settings of earlier releases that a run file may still hold, and what to write instead. (There is no release yet.)
-REMOVED: dict[tuple[str, str], str] = {}
 
 # "auto" of worker.open_episodes: episodes for each slot, within this many bytes.
 _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80

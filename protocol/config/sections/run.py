@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from slipstream.protocol.addresses import McpServerAddress, checked_url, mcp_server
-from slipstream.protocol.config.sections.base import CountOrZero, Seconds, Section, setting
+from slipstream.protocol.config.sections.base import CountOrZero, InFile, Seconds, Section, setting
 
 
 class RunSection(Section):
@@ -107,7 +107,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    path: str = Field(description="the task object, as path/to/file.py:name", pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    path: InFile = Field(description="the task object, as path/to/file.py:name")
     shuffle: bool = setting(
         True,
         description="new order of the rows in every epoch; false: the data set's order, for a curriculum",

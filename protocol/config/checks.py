@@ -194,56 +194,38 @@ _FILE = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 def check_chat(chat: ChatSection) -> None:
     """Check the settings of the chat format. Raises `ValueError` with setting, reason and remedy."""
-    _refuse_empty(chat)
+    if chat.template == Path():
+        raise ValueError('chat.template = "": names nothing; leave it out for the default')
     if ".py:" in chat.parser and not _FILE.fullmatch(chat.parser):
         raise ValueError(
             f"chat.parser = {chat.parser}: the file is named without a function; write it as path/to/file.py:function"
         )
     if taken := sorted(RESERVED & chat.chat_template_kwargs.keys()):
         raise ValueError(
-            f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, rendering does it; leave "
-            f"{'them' if len(taken) > 1 else 'it'} out"
+            f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, as rendering sets it; leave "
+            f"it out"
         )
+    renderers = {"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options}
+    renderers = {name: value for name, value in renderers.items() if value}
+    templates = template_settings(chat)
     if chat.format == "template":
-        _refuse(_renderer_settings(chat), 'a renderer\'s, and chat.format = "template" uses none')
+        unread, chosen = renderers, {"chat.format": "template"}
     elif chat.format == "renderer":
-        _refuse(template_settings(chat), 'a template\'s, and chat.format = "renderer" uses none')
-    elif chat.renderer is not None:
-        _refuse(template_settings(chat), f"a template's, and chat.renderer = {chat.renderer!r} needs none")
-    elif template_settings(chat):
-        _refuse(_renderer_settings(chat), "a renderer's, and a template's settings stand beside it")
+        unread, chosen = templates, {"chat.format": "renderer"}
+    else:
+        unread, chosen = templates if renderers else {}, renderers
+    for name, value in unread.items():
+        beside, other = next(iter(chosen.items()))
+        raise ValueError(
+            f"{name} = {value} does nothing with {beside} = {other}: a run uses either a template or a renderer; leave "
+            f"one of them out"
+        )
 
 
 def template_settings(chat: ChatSection) -> dict[str, Any]:
     """Return the given settings that only a template reads."""
-    settings = {"chat.parser": (chat.parser, "auto"), "chat.tools": (chat.tools, "template")}
-    changed = {name: value for name, (value, default) in settings.items() if value != default}
-    return _given({"chat.template": chat.template, **changed})
-
-
-def _renderer_settings(chat: ChatSection) -> dict[str, Any]:
-    return _given({"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options})
-
-
-def _refuse_empty(chat: ChatSection) -> None:
-    empty = {
-        "chat.renderer": chat.renderer == "",
-        "chat.template": chat.template == Path(),
-        "chat.parser": not chat.parser,
-    }
-    for name, is_empty in empty.items():
-        if is_empty:
-            raise ValueError(f'{name} = "": names nothing; leave it out for the default')
-
-
-def _given(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value}
-
-
-def _refuse(settings: dict[str, Any], why: str) -> None:
-    """Refuse the first of the settings, if there is one. Raises `ValueError`."""
-    for name, value in settings.items():
-        raise ValueError(f"{name} = {value}: this setting is {why}; leave one of them out")
+    settings = {"chat.template": chat.template, "chat.parser": chat.parser, "chat.tools": chat.tools}
+    return {name: value for name, value in settings.items() if value not in (None, "auto", "template")}
 
 
 # A part of a wait: the setting, and its seconds.

@@ -35,6 +35,7 @@ _MEANINGS = {
     "finite_number": "must be finite",
     "bool_type": "must be true or false",
     "string_type": "must be text",
+    "string_too_short": "names nothing; leave it out for the default",
     "string_pattern_mismatch": "does not have the right form",
     "path_type": "must be a path",
     "list_type": "must be a list, written [first, second]",

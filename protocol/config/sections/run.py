@@ -157,6 +157,7 @@ class ChatSection(Section):
     )
     renderer: str | None = setting(
         None,
+        min_length=1,
         description="name of the renderer, such as qwen3, for a fine-tune or a local folder",
         why="from the model's name",
     )
@@ -178,6 +179,7 @@ class ChatSection(Section):
     )
     parser: str = setting(
         "auto",
+        min_length=1,
         description="notation of tool calls under a template: auto tries the tokenizer's response schema, then "
         "each notation, on a rendered call; or a name (docs/models.md); or path/to/file.py:function",
         why="the start check finds it, or refuses",

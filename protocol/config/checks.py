@@ -105,7 +105,6 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "delta": {"objective": CLIPPED},
     "dppo_divergence": {"objective": ("dppo",)},
     "dppo_threshold": {"objective": ("dppo",)},
-    "dppo_ratio_max": {"objective": ("dppo",)},
     "sapo_temperature_pos": {"objective": ("sapo",)},
     "sapo_temperature_neg": {"objective": ("sapo",)},
     "vespo_k_pos": {"objective": ("vespo",)},

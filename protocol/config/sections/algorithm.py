@@ -114,7 +114,6 @@ class ObjectiveSection(Section):
         "auto: 0.15 for tv, 0.05 for kl",
         why="the authors' values",
     )
-    dppo_ratio_max: float = setting(20.0, gt=1, le=10**6, description="dppo: maximum ratio", why="the authors' code")
     sapo_temperature_pos: float = setting(
         1.0,
         gt=0,

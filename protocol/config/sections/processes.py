@@ -159,11 +159,6 @@ class QueueSection(Section):
         description="maximum bytes of the record; when full, the oldest eighth is deleted",
         why="bug reports need the newest steps",
     )
-    history_bytes: Bytes = setting(
-        200 * 1024**2,
-        description="maximum bytes of history/, for the page and the report; when full, the oldest hours are thinned",
-        why="a week at a state each 5 seconds",
-    )
     stall_after_s: Seconds = setting(
         120.0,
         description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer",

@@ -196,8 +196,8 @@ def _run_toml(config: RunConfig, name: str, run_folder: Path) -> str:
     return to_toml(config.model_copy(update=sections))
 
 
-def _tokens(config: RunConfig) -> dict[str, str]:
-    tokens = {"secret": str(config.token), "worker": config.token_for("worker"), "viewer": config.token_for("viewer")}
+def _tokens(config: RunConfig) -> dict[str, str | None]:
+    tokens = {"secret": config.token, "worker": config.token_for("worker"), "viewer": config.token_for("viewer")}
     password = config.queue.store_password or os.environ.get("PGPASSWORD")
     if config.queue.store_kind == "postgresql" and password:
         tokens["postgres"] = password

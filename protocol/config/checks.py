@@ -170,8 +170,8 @@ def check_chat(chat: ChatSection) -> None:
             f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, as rendering sets it; leave "
             f"it out"
         )
-    renderers = {"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options}
-    renderers = {name: value for name, value in renderers.items() if value}
+    given: dict[str, Any] = {"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options}
+    renderers = {name: value for name, value in given.items() if value}
     templates = template_settings(chat)
     if chat.format == "template":
         unread, chosen = renderers, {"chat.format": "template"}

@@ -272,7 +272,7 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{setting} = {ours.start} and {other} = {theirs.start} would both take port "
                     f"{max(ours.start, theirs.start)}, as each process needs one: the process that starts second would "
-                    f"find it in use; change one of them"
+                    f"find it in use; change {setting} or {other}"
                 )
 
 

@@ -199,43 +199,36 @@ def check(config: RunConfig) -> None:
     if shutil.which("sbatch") is None:
         raise ConfigError("--on slurm: there is no sbatch on PATH; run it on a login node of the cluster")
     try:
-        found = ask("sinfo", "--noheader", "--Node", "--format=%R|%N|%c|%m|%G|%T")
+        found = ask("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%T")
     except RunFailed as error:
         raise ConfigError(f"--on slurm: the cluster does not answer: {error}; ask its operators") from None
-    partitions: dict[str, list[Node]] = {}
+    default: str | None = None
     every: dict[str, list[Node]] = {}
+    up: dict[str, list[Node]] = {}
     for line in found.splitlines():
         named, name, cpus, megabytes, gres, state = line.split("|")
         node = Node(name, _gpus(gres), int(cpus), int(megabytes) / 1024)
-        every.setdefault(named, []).append(node)
-        partitions.setdefault(named, [])
+        partition = named.removesuffix("*")  # a star marks the default
+        default = partition if named != partition else default
+        every.setdefault(partition, []).append(node)
         if not state.startswith(("down", "drain", "fail", "inval")):
-            partitions[named].append(node)
-    default = _default_partition()
+            up.setdefault(partition, []).append(node)
+    known = f"the partitions are: {', '.join(sorted(every)) or 'none'}"
     asked: dict[str, list[tuple[Part, Resources, int]]] = {}
     for part, needed, count in Parts.of(config).needs():
         setting = "worker_partition" if part == "worker" and config.cluster.worker_partition else "partition"
-        partition: str | None = getattr(config.cluster, setting) or default
-        if partition is None:
-            raise ConfigError(f"cluster.partition is not set, and the cluster has no default: {_named(partitions)}")
-        if partition not in partitions:
-            raise ConfigError(f"cluster.{setting} = {partition}: there is no such partition; {_named(partitions)}")
-        if not partitions[partition]:
-            raise ConfigError(f"cluster.{setting} = {partition}: none of its nodes is up; name another partition")
-        check_fits(part, needed, partitions[partition], f"partition {partition}")
-        asked.setdefault(partition, []).append((part, needed, count))
+        wanted: str | None = getattr(config.cluster, setting) or default
+        if wanted is None:
+            raise ConfigError(f"cluster.partition is not set, and the cluster has no default: {known}")
+        if wanted not in every:
+            raise ConfigError(f"cluster.{setting} = {wanted}: there is no such partition; {known}")
+        if wanted not in up:
+            raise ConfigError(f"cluster.{setting} = {wanted}: none of its nodes is up; name another partition")
+        check_fits(part, needed, up[wanted], f"partition {wanted}")
+        asked.setdefault(wanted, []).append((part, needed, count))
     for partition, needs in asked.items():
         # A node that is down may come back, but the job would wait for ever for what is not there.
         check_room(needs, every[partition], f"partition {partition}", "or name another partition")
-
-
-def _named(partitions: Mapping[str, object]) -> str:
-    return f"the partitions are: {', '.join(sorted(partitions)) or 'none'}"
-
-
-def _default_partition() -> str | None:
-    names = ask("sinfo", "--noheader", "--format=%P").split()
-    return next((name.removesuffix("*") for name in names if name.endswith("*")), None)
 
 
 def _gpus(gres: str) -> int:

@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from slipstream.deploy.run.process_keeper import RunFailed
 from slipstream.protocol.client import QueueError
-from slipstream.protocol.config import ConfigError, Finding, RunConfig
+from slipstream.protocol.config import ConfigError, Finding
 from slipstream.protocol.config.load import OPTION
 from slipstream.protocol.config.sections.base import toml_value
 from slipstream.protocol.config.text import find_field, named, nearest, settings
@@ -95,16 +95,16 @@ def _check_options(rest: list[str], unknown: list[str], flags: Collection[str], 
             raise ConfigError(f"{option} {value}: {option} takes no value; give it alone, or leave it out")
     for word in unknown:
         name = word.partition("=")[0]
-        meant = None if named(RunConfig, name.lstrip("-")) else nearest(name, options)
+        meant = None if named(name.lstrip("-")) else nearest(name, options)
         if meant:
             raise ConfigError(f"{word}: not understood; did you mean {meant}?")
 
 
 def _table(reads: Collection[str]) -> Table:
     table = Table("setting and default", "meaning", box=None, pad_edge=False, header_style="dim")
-    for name in settings(RunConfig):
+    for name in settings():
         section, key = name.split(".")
-        field = find_field(RunConfig, section, key)
+        field = find_field(section, key)
         if field is None or not {section, name} & {*reads}:
             continue
         default = "(to be set)" if field.is_required() else "" if field.default is None else toml_value(field.default)

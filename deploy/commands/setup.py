@@ -27,7 +27,7 @@ from slipstream.deploy.commands.arguments import print_findings, print_json
 from slipstream.deploy.servers import devices
 from slipstream.deploy.servers.vllm_server import on_cpu
 from slipstream.protocol import checkpoints, import_path
-from slipstream.protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, RunSection, load
+from slipstream.protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, load
 from slipstream.protocol.config.fingerprint import DISTRIBUTION, release
 from slipstream.protocol.config.sections.base import toml_value
 from slipstream.rollout_queue import store
@@ -298,7 +298,7 @@ def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
 def _run_name(folder: Path) -> str:
     """Return the folder's name with the characters that a run's name may have."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".")
-    return name or str(RunSection.model_fields["name"].default)
+    return name or "run"
 
 
 def _model_settings(model: str) -> dict[str, object]:

@@ -268,10 +268,11 @@ class SequenceCispo(Cispo):
 # Values of `dppo_threshold = "auto"`, which the authors use for each divergence (verl, examples/dppo_trainer).
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
+MAX_DPPO_RATIO = 20.0
+
 
 class Dppo(RatioObjective):
-    """loss = -M sg(min(r, dppo_ratio_max)) A log p (arXiv:2602.04879, eq. 11; the bound is that of the authors' code in
-    verl).
+    """loss = -M sg(min(r, 20)) A log p (arXiv:2602.04879, eq. 11; the bound is that of the authors' code in verl).
 
     M = 0 where the token moved away (r > 1 for A > 0, r < 1 for A < 0) and D > `dppo_threshold` (eq. 12), else 1. D is
     the divergence of two outcomes, this token or any other (eq. 13 and 14): |p - p_old| for "tv", p_old log(p_old / p)
@@ -293,7 +294,7 @@ class Dppo(RatioObjective):
         far = self._divergence(tokens.logprobs.detach(), tokens.old) > self._threshold
         low, high = far & (ratio < 1) & (advantages < 0), far & (ratio > 1) & (advantages > 0)
         away = low | high
-        kept = torch.where(away, 0.0, ratio.clamp(max=self.section.dppo_ratio_max))
+        kept = torch.where(away, 0.0, ratio.clamp(max=MAX_DPPO_RATIO))
         shown = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": away}
         return Terms(-kept * advantages * tokens.logprobs, shown)
 

@@ -7,10 +7,7 @@ from slipstream.protocol.config.checks import Finding
 from slipstream.protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve
 from slipstream.protocol.config.schema import RunConfig
 from slipstream.protocol.config.sections import (
-    LOOPBACK,
     ChatSection,
-    ClusterSection,
-    DeploySection,
     EvalSection,
     HubSection,
     ImagesSection,
@@ -19,21 +16,15 @@ from slipstream.protocol.config.sections import (
     ModelSection,
     QueueSection,
     RolloutSection,
-    RunSection,
     TaskSection,
     TrackingSection,
-    VllmSection,
     WeightSyncSection,
-    WorkerSection,
 )
 from slipstream.protocol.config.text import to_toml
 
 __all__ = [
-    "LOOPBACK",
     "ChatSection",
-    "ClusterSection",
     "ConfigError",
-    "DeploySection",
     "EvalSection",
     "Finding",
     "HubSection",
@@ -45,12 +36,9 @@ __all__ = [
     "QueueSection",
     "RolloutSection",
     "RunConfig",
-    "RunSection",
     "TaskSection",
     "TrackingSection",
-    "VllmSection",
     "WeightSyncSection",
-    "WorkerSection",
     "load",
     "missing_files",
     "parse_overrides",

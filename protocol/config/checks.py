@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -47,28 +46,8 @@ class Finding:
         return f"{self.text}; {self.remedy}" if self.remedy else self.text
 
 
-# The arguments that each of transformers' schedules takes (`transformers.optimization`).
-SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "constant": (),
-    "constant_with_warmup": (),
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
-    ),
-}
-
-# Arguments of which a schedule needs exactly one.
-_ONE_OF: Mapping[str, tuple[str, ...]] = {
-    "cosine_with_min_lr": ("min_lr_rate", "min_lr"),
-    "cosine_warmup_with_min_lr": ("min_lr_rate", "min_lr"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
+# Schedules for which transformers ignores `lr_scheduler_kwargs`. It refuses what another one does not take.
+_WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")
 
 # Arguments of optimisers that have a setting of their own.
 _OWN_SETTING = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
@@ -99,23 +78,10 @@ def check_sharded_optimisation(learner: LearnerSection) -> None:
 
 def _check_schedule(learner: LearnerSection) -> None:
     kind, given = learner.lr_scheduler_type, learner.lr_scheduler_kwargs
-    setting = f"learner.lr_scheduler_kwargs = {toml_value(given)}"
-    known = SCHEDULE_ARGUMENTS[kind]
-    for name in given:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ValueError(
-                f"{setting}: learner.lr_scheduler_type = {kind} has no argument {name}; "
-                f"{f'did you mean {close[0]}?' if close else takes}"
-            )
-    needed = _ONE_OF.get(kind, ())
-    found = [name for name in needed if name in given]
-    if needed and len(found) != 1:
+    if given and kind in _WITHOUT_ARGUMENTS:
         raise ValueError(
-            f"{setting}: learner.lr_scheduler_type = {kind} needs {' or '.join(needed)}"
-            f"{', not both' if len(found) > 1 else ''}; write lr_scheduler_kwargs = "
-            f"{{{needed[0]} = {'0.1' if 'rate' in needed[0] else '10'}}}"
+            f"learner.lr_scheduler_kwargs = {toml_value(given)}: learner.lr_scheduler_type = {kind} takes none; leave "
+            f"them out"
         )
     if kind == "constant" and learner.warmup_steps:
         raise ValueError(
@@ -139,7 +105,6 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "delta": {"objective": CLIPPED},
     "dppo_divergence": {"objective": ("dppo",)},
     "dppo_threshold": {"objective": ("dppo",)},
-    "dppo_ratio_max": {"objective": ("dppo",)},
     "sapo_temperature_pos": {"objective": ("sapo",)},
     "sapo_temperature_neg": {"objective": ("sapo",)},
     "vespo_k_pos": {"objective": ("vespo",)},
@@ -194,56 +159,38 @@ _FILE = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 def check_chat(chat: ChatSection) -> None:
     """Check the settings of the chat format. Raises `ValueError` with setting, reason and remedy."""
-    _refuse_empty(chat)
+    if chat.template == Path():
+        raise ValueError('chat.template = "": names nothing; leave it out for the default')
     if ".py:" in chat.parser and not _FILE.fullmatch(chat.parser):
         raise ValueError(
             f"chat.parser = {chat.parser}: the file is named without a function; write it as path/to/file.py:function"
         )
     if taken := sorted(RESERVED & chat.chat_template_kwargs.keys()):
         raise ValueError(
-            f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, rendering does it; leave "
-            f"{'them' if len(taken) > 1 else 'it'} out"
+            f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, as rendering sets it; leave "
+            f"it out"
         )
+    given: dict[str, Any] = {"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options}
+    renderers = {name: value for name, value in given.items() if value}
+    templates = template_settings(chat)
     if chat.format == "template":
-        _refuse(_renderer_settings(chat), 'a renderer\'s, and chat.format = "template" uses none')
+        unread, chosen = renderers, {"chat.format": "template"}
     elif chat.format == "renderer":
-        _refuse(template_settings(chat), 'a template\'s, and chat.format = "renderer" uses none')
-    elif chat.renderer is not None:
-        _refuse(template_settings(chat), f"a template's, and chat.renderer = {chat.renderer!r} needs none")
-    elif template_settings(chat):
-        _refuse(_renderer_settings(chat), "a renderer's, and a template's settings stand beside it")
+        unread, chosen = templates, {"chat.format": "renderer"}
+    else:
+        unread, chosen = templates if renderers else {}, renderers
+    for name, value in unread.items():
+        beside, other = next(iter(chosen.items()))
+        raise ValueError(
+            f"{name} = {value} does nothing with {beside} = {other}: a run uses either a template or a renderer; leave "
+            f"one of them out"
+        )
 
 
 def template_settings(chat: ChatSection) -> dict[str, Any]:
     """Return the given settings that only a template reads."""
-    settings = {"chat.parser": (chat.parser, "auto"), "chat.tools": (chat.tools, "template")}
-    changed = {name: value for name, (value, default) in settings.items() if value != default}
-    return _given({"chat.template": chat.template, **changed})
-
-
-def _renderer_settings(chat: ChatSection) -> dict[str, Any]:
-    return _given({"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options})
-
-
-def _refuse_empty(chat: ChatSection) -> None:
-    empty = {
-        "chat.renderer": chat.renderer == "",
-        "chat.template": chat.template == Path(),
-        "chat.parser": not chat.parser,
-    }
-    for name, is_empty in empty.items():
-        if is_empty:
-            raise ValueError(f'{name} = "": names nothing; leave it out for the default')
-
-
-def _given(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value}
-
-
-def _refuse(settings: dict[str, Any], why: str) -> None:
-    """Refuse the first of the settings, if there is one. Raises `ValueError`."""
-    for name, value in settings.items():
-        raise ValueError(f"{name} = {value}: this setting is {why}; leave one of them out")
+    settings = {"chat.template": chat.template, "chat.parser": chat.parser, "chat.tools": chat.tools}
+    return {name: value for name, value in settings.items() if value not in (None, "auto", "template")}
 
 
 # A part of a wait: the setting, and its seconds.

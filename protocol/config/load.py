@@ -83,7 +83,7 @@ def resolve(
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(config_text.explain(path, error, given, giver, RunConfig)) from None
+        raise ConfigError(config_text.explain(path, error, given, giver)) from None
     if faults := missing_files(config, needs):
         raise ConfigError("\n".join(faults))
     return config
@@ -153,7 +153,7 @@ def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
     for argument in rest:
         match = OPTION.fullmatch(argument)
         if not match:
-            meant = config_text.named(RunConfig, argument.lstrip("-"))
+            meant = config_text.named(argument.lstrip("-"))
             hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
             raise ConfigError(f"{argument}: not understood; settings are given as --section.key value{hint}")
         section, key, text = match.groups()
@@ -199,7 +199,7 @@ def _override(section: str, key: str, text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     value = document.pop("value")
-    field = config_text.find_field(RunConfig, section, key)
+    field = config_text.find_field(section, key)
     wants_text = field is not None and field.annotation in (str, str | None, Path)
     return text if document or (wants_text and not isinstance(value, str)) else value
 

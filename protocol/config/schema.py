@@ -1,4 +1,4 @@
-"""The run file as a whole: its sections, removed settings, and checks across sections.
+"""The run file as a whole: its sections, and checks across sections.
 
 A check names the symptom that a wrong setting would show.
 """
@@ -6,6 +6,7 @@ A check names the symptom that a wrong setting would show.
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Self
 
@@ -38,15 +39,8 @@ from slipstream.protocol.config.sections import (
     servers,
 )
 
-# Settings of earlier releases that a run file may still hold, and what to write instead. (There is no release yet.)
-REMOVED: dict[tuple[str, str], str] = {}
-
 # "auto" of worker.open_episodes: episodes for each slot, within this many bytes.
 _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
-_TOO_FEW_OPEN = {
-    "rollout.group_size": "a group could not be opened",
-    "worker.episodes": "some of its slots could never be used",
-}
 
 # Settings that users may look for under TRL's name. slipstream/trl/fields.py has all of them, but may not be imported
 # here.
@@ -153,17 +147,12 @@ class RunConfig(Section):
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "
                 f"vllm.max_model_len = {self.vllm.max_model_len}: lower the one or raise the other"
             )
-        if self.worker.open_episodes != "auto":
-            least = max(
-                ("rollout.group_size", rollout.group_size),
-                ("worker.episodes", self.worker.episodes),
-                key=lambda one: one[1],
+        if self.max_open < max(rollout.group_size, self.worker.episodes):
+            raise ValueError(
+                f"worker.open_episodes = {self.max_open} is less than rollout.group_size = {rollout.group_size} or "
+                f"worker.episodes = {self.worker.episodes}: a group could not be opened, or some slots never be used; "
+                f"raise worker.open_episodes, or leave it out"
             )
-            if self.worker.open_episodes < least[1]:
-                raise ValueError(
-                    f"worker.open_episodes = {self.worker.open_episodes} is less than {least[0]} = {least[1]}: "
-                    f"{_TOO_FEW_OPEN[least[0]]}; raise worker.open_episodes, or leave it out"
-                )
         if queue.capacity_groups < learner.groups_per_step:
             raise ValueError(
                 f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "
@@ -253,6 +242,12 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def http_ports(self) -> range:
+        """Ports on which the learner's ranks serve weights, one each; none where any free port will do."""
+        port = self.weight_sync.http_port
+        return range(port, port + self.learner.ranks) if port else range(0)
+
     def _check_ports(self) -> None:
         vllm, queue, worker = self.vllm, self.queue, self.worker
         if worker.agent_port and worker.count > 1:
@@ -260,48 +255,24 @@ class RunConfig(Section):
                 f"worker.agent_port = {worker.agent_port} with worker.count = {worker.count}: only one worker could "
                 f"listen there; leave it at 0, for any that is free, or start the workers one by one with a port each"
             )
-        self._check_http_port()
-        if vllm.servers:
-            return
-        last = vllm.port + vllm.count - 1
-        if last > 65535:
-            raise ValueError(
-                f"vllm.port = {vllm.port} with vllm.count = {vllm.count} needs ports up to {last}, and the highest is "
-                f"65535: lower vllm.port"
-            )
-        if vllm.port <= queue.port <= last:
-            raise ValueError(
-                f"queue.port = {queue.port} is one of the ports {vllm.port} to {last} of the vLLM servers: the "
-                f"process that starts second would find it taken; change queue.port or vllm.port"
-            )
-
-    @property
-    def http_ports(self) -> range:
-        """Ports on which the learner's ranks serve weights, one each; none where any free port will do."""
-        port = self.weight_sync.http_port
-        return range(port, port + self.learner.ranks) if port else range(0)
-
-    def _check_http_port(self) -> None:
-        ours, vllm = self.http_ports, self.vllm
-        if not ours:
-            return
-        port = f"weight_sync.http_port = {ours.start}"
-        if len(ours) > 1:
-            port += f" with learner.ranks = {len(ours)}, each of which listens on a port of its own,"
-        if ours.stop > 65536:
-            raise ValueError(f"{port} needs ports up to {ours.stop - 1}, and the highest is 65535: lower it")
-        taken = {"queue.port": range(self.queue.port, self.queue.port + 1)}
-        if self.worker.agent_port:
-            taken["worker.agent_port"] = range(self.worker.agent_port, self.worker.agent_port + 1)
-        if not vllm.servers:
-            taken["vllm.port"] = range(vllm.port, vllm.port + vllm.count)
-        for setting, ports in taken.items():
-            if max(ours.start, ports.start) < min(ours.stop, ports.stop):
-                others = f" and the {len(ports) - 1} that follow" if len(ports) > 1 else ""
+        ports = {
+            "weight_sync.http_port": self.http_ports,
+            "queue.port": range(queue.port, queue.port + 1),
+            "worker.agent_port": range(worker.agent_port, worker.agent_port + bool(worker.agent_port)),
+            "vllm.port": range(vllm.port, vllm.port + vllm.launched),
+        }
+        for setting, found in ports.items():
+            if found.stop > 65536:
                 raise ValueError(
-                    f"{port} is taken by {setting} = {ports.start}{others}: the process that "
-                    f"starts second would find it in use; change one of them, or leave weight_sync.http_port at 0, "
-                    f"for any that is free"
+                    f"{setting} = {found.start} needs ports up to {found.stop - 1}, one for each process, and the "
+                    f"highest is 65535: lower it"
+                )
+        for (setting, ours), (other, theirs) in combinations(ports.items(), 2):
+            if max(ours.start, theirs.start) < min(ours.stop, theirs.stop):
+                raise ValueError(
+                    f"{setting} = {ours.start} and {other} = {theirs.start} would both take port "
+                    f"{max(ours.start, theirs.start)}, as each process needs one: the process that starts second would "
+                    f"find it in use; change {setting} or {other}"
                 )
 
 

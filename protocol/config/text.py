@@ -9,18 +9,20 @@ from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slipstream.protocol.config.schema import REMOVED, TRL_NAMES
+from slipstream.protocol.config.schema import TRL_NAMES, RunConfig
 from slipstream.protocol.config.sections.algorithm import AlgorithmSection
 from slipstream.protocol.config.sections.base import toml_value  # re-exported
 
 MASK = "***"
 SECRETS = ("token",)
+
+SECTIONS: dict[str, type[BaseModel]] = {name: get_type_hints(RunConfig)[name] for name in RunConfig.model_fields}
 
 WIDTH = 100
 COMMENT_COLUMN = 32
@@ -33,6 +35,7 @@ _MEANINGS = {
     "finite_number": "must be finite",
     "bool_type": "must be true or false",
     "string_type": "must be text",
+    "string_too_short": "names nothing; leave it out for the default",
     "string_pattern_mismatch": "does not have the right form",
     "path_type": "must be a path",
     "list_type": "must be a list, written [first, second]",
@@ -85,28 +88,25 @@ def _commented(setting: str, comment: str) -> list[str]:
     return [f"{left:{COMMENT_COLUMN}}# {line}" for left, line in zip_longest([setting], beside, fillvalue="")]
 
 
-def explain(
-    path: Path, error: ValidationError, overridden: Collection[tuple[str, str]], overrider: str, schema: type[BaseModel]
-) -> str:
+def explain(path: Path, error: ValidationError, overridden: Collection[tuple[str, str]], overrider: str) -> str:
     """Explain each fault in one line: place, value, what is wrong, and what the setting means.
 
     Args:
         overridden: (section, key) of overridden settings, and `overrider`: where these come from.
     """
-    faults = _one_a_setting(error.errors(include_url=False), schema)
-    return "\n".join(dict.fromkeys(_explain_one(fault, str(path), overridden, overrider, schema) for fault in faults))
+    faults = _one_a_setting(error.errors(include_url=False))
+    return "\n".join(dict.fromkeys(_explain_one(fault, str(path), overridden, overrider) for fault in faults))
 
 
-def _one_a_setting(faults: Iterable[ErrorDetails], schema: type[BaseModel]) -> list[ErrorDetails]:
+def _one_a_setting(faults: Iterable[ErrorDetails]) -> list[ErrorDetails]:
     """Merge the faults of one setting: pydantic reports one for each type of a union, such as a number or "auto"."""
     found: list[ErrorDetails] = []
     of: dict[tuple[int | str, ...], ErrorDetails] = {}
     for fault in faults:
         place, kind = fault["loc"][:2], fault["loc"][2:3]
-        field = find_field(schema, *map(str, place)) if len(place) == 2 else None
-        kinds = (
-            [each for each in get_args(field.annotation) if each is not NoneType] if field and _is_union(field) else []
-        )
+        field = find_field(*map(str, place)) if len(place) == 2 else None
+        is_union = field is not None and get_origin(field.annotation) in (Union, UnionType)
+        kinds = [each for each in get_args(field.annotation) if each is not NoneType] if field and is_union else []
         if len(kinds) < 2 or not kind or isinstance(kind[0], int):
             found.append(fault)
         elif len(fault["loc"]) > 3:
@@ -119,14 +119,9 @@ def _one_a_setting(faults: Iterable[ErrorDetails], schema: type[BaseModel]) -> l
     return found
 
 
-def _is_union(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) in (Union, UnionType)
-
-
-def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | None:
+def find_field(section: str, key: str) -> FieldInfo | None:
     """Return the field `section.key` of a run file; None if there is none."""
-    table = _section(schema, section)
-    return table.model_fields.get(key) if table else None
+    return SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
@@ -149,44 +144,38 @@ def nearest_all(word: str, words: Iterable[str], default: str = "") -> list[str]
     return [found for found in known if near and near.get(found) == max(near.values())]
 
 
-def settings(schema: type[BaseModel]) -> list[str]:
+def settings() -> list[str]:
     """Return the names of all settings, as section.key."""
-    tables = {section: _section(schema, section) for section in schema.model_fields}
-    return [f"{section}.{key}" for section, table in tables.items() if table for key in table.model_fields]
+    return [f"{section}.{key}" for section, table in SECTIONS.items() for key in table.model_fields]
 
 
-def named(schema: type[BaseModel], key: str) -> list[str]:
+def named(key: str) -> list[str]:
     """Return the settings called `key` in any section, or by TRL, as section.key."""
-    own = [name for name in settings(schema) if name.endswith(f".{key}")]
+    own = [name for name in settings() if name.endswith(f".{key}")]
     return own or [ours for name, ours in TRL_NAMES.items() if name == key]
 
 
-def _explain_one(
-    fault: ErrorDetails, path: str, overridden: Collection[tuple[str, str]], overrider: str, schema: type[BaseModel]
-) -> str:
+def _explain_one(fault: ErrorDetails, path: str, overridden: Collection[tuple[str, str]], overrider: str) -> str:
     kind = fault["type"]
     section, key, *inner = [*map(str, fault["loc"]), "", ""][: max(2, len(fault["loc"]))]
     by_override = (section, key) in overridden if key else any(section == given for given, _ in overridden)
     source = overrider if by_override else path
     name = f"{section}.{key}" + "".join(f"[{index}]" for index in inner)
-    field = find_field(schema, section, key)
-    table = _section(schema, section)
+    field, table = find_field(section, key), SECTIONS.get(section)
     if not section or (not key and kind == "value_error"):
         meaning = _meaning(fault)
         return f"{overrider if _names_any(meaning, overridden, section) else path}: {meaning}"
     if table is None:
-        meant = nearest(section, schema.model_fields)
-        hint = f"did you mean [{meant}]?" if meant else f"the sections are: {', '.join(schema.model_fields)}"
+        meant = nearest(section, SECTIONS)
+        hint = f"did you mean [{meant}]?" if meant else f"the sections are: {', '.join(SECTIONS)}"
         return f"{source}: [{section}] is not a section; {hint}"
     if not key and kind == "missing":
         needed = [f"{name} = {info.description}" for name, info in table.model_fields.items() if info.is_required()]
         return f"{source}: the section [{section}] is missing; it needs {', '.join(needed)}"
     if not key:
         return f"{source}: {section} = {_shown('', fault['input'])}: must be a table, written [{section}]"
-    if field is None and (remedy := REMOVED.get((section, key))):
-        return f"{source}: {section}.{key} is no longer a setting: {remedy}"
     if field is None:
-        elsewhere = " or ".join(named(schema, key))
+        elsewhere = " or ".join(named(key))
         close = nearest(key, table.model_fields)
         meant = elsewhere or (close and f"{section}.{close}")
         hint = f"did you mean {meant}?" if meant else f"[{section}] has: {', '.join(table.model_fields)}"
@@ -214,12 +203,6 @@ def _names_any(meaning: str, settings: Collection[tuple[str, str]], section: str
     what = meaning.partition(": ")[0]
     names = [rf"{of}\.{key}" if of != section else rf"({of}\.)?{key}" for of, key in settings]
     return any(re.search(rf"(?<![\w.]){name}\b", what) for name in names)
-
-
-def _section(schema: type[BaseModel], section: str) -> type[BaseModel] | None:
-    field = schema.model_fields.get(section)
-    kind = field.annotation if field else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _meaning(fault: ErrorDetails) -> str:

@@ -87,7 +87,7 @@ class Broker:
         )
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
-        self.history = History(config.run_dir / FOLDER if config.run_dir.is_dir() else None, config.queue.history_bytes)
+        self.history = History(config.run_dir / FOLDER if config.run_dir.is_dir() else None)
         self.trained = TrainedRollouts(config.run_dir / ROLLOUTS)
         self.viewers = Viewers()
         self.spans = TicketSpans()

@@ -27,6 +27,9 @@ WRITE_S = 5.0
 
 MAX_EVENTS = 2000
 
+# Of the files: a week at a state each 5 seconds.
+MAX_BYTES = 200 * 1024**2
+
 # After a write that failed the next one is tried so much later, seconds.
 RETRY_S = 60.0
 
@@ -66,7 +69,7 @@ class History:
         failure: Why nothing is written now, if that is so; the history in memory goes on.
     """
 
-    def __init__(self, folder: Path | None, max_bytes: int) -> None:
+    def __init__(self, folder: Path | None, max_bytes: int = MAX_BYTES) -> None:
         self.failure: str | None = None
         self.may_be_full = False
         self.columns = RunColumns()

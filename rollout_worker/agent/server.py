@@ -25,7 +25,8 @@ from aiohttp import hdrs, web
 from aiohttp.web_protocol import RequestHandler
 
 from slipstream.protocol import reasons
-from slipstream.protocol.config import LOOPBACK, ConfigError
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.sections import LOOPBACK
 from slipstream.rollout_worker.agent.api.anthropic import AnthropicApi, error_body
 from slipstream.rollout_worker.agent.api.base import Api
 from slipstream.rollout_worker.agent.api.messages import SERVER, ApiError, over

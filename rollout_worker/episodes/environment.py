@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from slipstream.protocol import reasons, rollouts, tracing
 from slipstream.protocol.client import retry_pause_s
-from slipstream.protocol.config import ConfigError, RunConfig, WorkerSection
+from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config.sections import WorkerSection
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.parsers.base import Message
 from slipstream.rollout_worker.data.columns import ENVIRONMENTS

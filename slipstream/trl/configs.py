@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, ClassVar
 
-from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config import ConfigError
 from slipstream.protocol.config.text import nearest, settings
 from slipstream.script import without_frames
 from slipstream.trl.fields import FIELDS, FORMER, MISTAKEN, settings_of
@@ -148,7 +148,7 @@ class _Config:
         if version := _installed_with(cls.__name__, name):
             return f"TRL {version}, which is installed, has it, but it came after the releases that are known here"
         keys: dict[str, list[str]] = {}
-        for section, _, key in (setting.partition(".") for setting in settings(RunConfig)):
+        for section, _, key in (setting.partition(".") for setting in settings()):
             keys.setdefault(key, []).append(section)
         own = cls.names()
         close = next(iter(get_close_matches(name, [*own, *FIELDS, *keys], n=1, cutoff=0.8)), None) or nearest(name, own)

@@ -15,14 +15,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from slipstream.protocol.config import (
-    ConfigError,
+from slipstream.protocol.config import ConfigError, resolve
+from slipstream.protocol.config.sections import (
     LearnerSection,
     ModelSection,
     RolloutSection,
     VllmSection,
     WorkerSection,
-    resolve,
 )
 from slipstream.script import overrides
 from slipstream.trl.configs import _Config
@@ -486,7 +485,7 @@ def in_fields(config: _Config, text: str) -> str:
 
 def _of_fields(config: _Config, line: str) -> str | None:
     """Put the script's fields before a message that begins with their setting; None if the script set none."""
-    match = re.match(r"([a-z_]+)\.([a-z_]+) = ", line)
+    match = re.match(r"([a-z_]+)\.([a-z_]+)(?:\[\d+\])? = ", line)
     if match is None or match[2] in config.slipstream.get(match[1], {}):
         return None
     setting = f"`{match[1]}.{match[2]}`"

@@ -107,7 +107,7 @@ def test_the_help_of_a_command_names_the_settings_that_it_reads(
 
 
 def test_what_a_help_lists_are_settings() -> None:
-    names = {*settings(RunConfig), *RunConfig.model_fields}
+    names = {*settings(), *RunConfig.model_fields}
     commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
     listed = {name for command in commands for name in getattr(command, "reads", ())}
     assert listed <= names
@@ -121,11 +121,11 @@ def test_without_a_run_file_config_prints_all_settings(slipstream: Callable[...,
     assert text.count("# to be set: ") == 2
     without_value = {
         name
-        for name in settings(RunConfig)
-        if (field := find_field(RunConfig, *name.split("."))) and (field.is_required() or field.default is None)
+        for name in settings()
+        if (field := find_field(*name.split("."))) and (field.is_required() or field.default is None)
     }
     of_preset = {f"learner.{name}" for name in SET_BY_PRESETS}
-    assert {*settings(RunConfig)} - {*printed} == without_value | of_preset
+    assert {*settings()} - {*printed} == without_value | of_preset
     assert without_value >= {"model.path", "task.path", "queue.token"}
     assert all(f"# {name.removeprefix('learner.')} = " in text for name in of_preset)
 

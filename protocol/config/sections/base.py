@@ -18,6 +18,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Bytes = Annotated[int, Field(ge=1024, le=2**50)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+InFile = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]  # path/to/file.py:name
 
 
 def setting(default: Any, *, description: str, why: str, **bounds: Any) -> Any:
@@ -45,11 +46,6 @@ class Section(BaseModel):
     """A table of the run file. Unknown keys are errors, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def is_number(value: object, *, above: float, maximum: float) -> bool:
-    """Tell whether a value is a number in `(above, maximum]`, for settings that take a word or a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= maximum
 
 
 def own_url(host: str, port: int) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field
 
 from slipstream.protocol.config.sections.base import Count, CountOrZero, Section, setting
 
-Gpus = int | Literal["auto"]
-_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+Gpus = Annotated[int, Field(ge=0, le=1024)] | Literal["auto"]
+Gigabytes = Annotated[int, Field(ge=0, le=10**6)]
+
+TIME = r"^([0-9]+-)?[0-9]+(:[0-9][0-9]){0,2}$"
+PARTITION = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+DNS_NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"
+IMAGE = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
+
+SbatchOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=[^\n]*)?$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+NodeLabel = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*$")]
 
 
 class ClusterSection(Section):
@@ -21,10 +29,8 @@ class ClusterSection(Section):
         why="a rank trains on one GPU",
     )
     head_cpus: Count = setting(8, description="CPU cores of each learner node", why="the queue and data loading")
-    head_memory_gb: int = setting(
+    head_memory_gb: Gigabytes = setting(
         0,
-        ge=0,
-        le=10**6,
         description="gigabytes of memory of each learner node; 0: the site's default",
         why="sites differ",
     )
@@ -34,27 +40,29 @@ class ClusterSection(Section):
         why="--tensor-parallel-size decides",
     )
     server_cpus: Count = setting(8, description="CPU cores of each server", why="vLLM's processes")
-    server_memory_gb: int = setting(
+    server_memory_gb: Gigabytes = setting(
         0,
-        ge=0,
-        le=10**6,
         description="gigabytes of memory of each server; 0: the site's default",
         why="sites differ",
     )
     worker_cpus: Count = setting(2, description="CPU cores of each of worker.count workers", why="episodes mostly wait")
-    worker_memory_gb: int = setting(
+    worker_memory_gb: Gigabytes = setting(
         0,
-        ge=0,
-        le=10**6,
         description="gigabytes of memory of each worker; 0: the site's default",
         why="sites differ",
     )
-    partition: str | None = setting(None, description="slurm: partition of head and servers", why="the site's")
+    partition: str | None = setting(
+        None, pattern=PARTITION, description="slurm: partition of head and servers", why="the site's"
+    )
     worker_partition: str | None = setting(
-        None, description="slurm: partition of the workers; default: that of the others", why="the same"
+        None,
+        pattern=PARTITION,
+        description="slurm: partition of the workers; default: that of the others",
+        why="the same",
     )
     time_limit: str | None = setting(
         None,
+        pattern=TIME,
         description="slurm: time limit of the job, as 24:00:00 or 2-00:00:00; the learner writes a checkpoint two"
         " minutes before it",
         why="the partition's",
@@ -64,14 +72,16 @@ class ClusterSection(Section):
         description="slurm: queue the job again at its time limit, to resume from the checkpoint",
         why="runs outlast jobs",
     )
-    sbatch: list[str] = setting([], description="slurm: further options of sbatch, as --account=physics", why="none")
+    sbatch: list[SbatchOption] = setting(
+        [], description="slurm: further options of sbatch, as --account=physics", why="none"
+    )
 
     ray_address: str = setting(
         "auto",
         description="ray: the cluster, as 10.0.0.5:6379 or ray://10.0.0.5:10001; auto: this machine's, or RAY_ADDRESS",
         why="known on its nodes",
     )
-    ray_env: list[str] = setting(
+    ray_env: list[Variable] = setting(
         [],
         description='ray: variables here that all processes get, as ["HF_HOME", "WANDB_API_KEY"]',
         why="nodes have their own",
@@ -84,22 +94,25 @@ class ClusterSection(Section):
 
     image: str | None = setting(
         None,
+        pattern=IMAGE,
         description="kubernetes: image of all pods, as registry/name:tag, with task and model in /work "
         "(deploy/Containerfile)",
         why="contains your task",
     )
-    namespace: str = setting("default", description="kubernetes: namespace of the run", why="Kubernetes'")
+    namespace: str = setting(
+        "default", pattern=DNS_NAME, description="kubernetes: namespace of the run", why="Kubernetes'"
+    )
     learner_nodes: Count = setting(
         1,
         description="slurm, ray, kubernetes: nodes that share learner.ranks evenly; the first also has the queue",
         why="one suffices",
     )
-    node_selector: list[str] = setting(
+    node_selector: list[NodeLabel] = setting(
         [],
         description="kubernetes, ray: node labels for all pods or actors, as pool=gpu",
         why="any node with GPUs",
     )
-    worker_node_selector: list[str] = setting(
+    worker_node_selector: list[NodeLabel] = setting(
         [],
         description="kubernetes, ray: node labels for workers; default: as the others'",
         why="the same",
@@ -108,7 +121,7 @@ class ClusterSection(Section):
         100, description="kubernetes: gigabytes of the run directory's volume", why="a few checkpoints"
     )
     storage_class: str | None = setting(
-        None, description="kubernetes: storage class of that volume", why="the cluster's"
+        None, pattern=DNS_NAME, description="kubernetes: storage class of that volume", why="the cluster's"
     )
     max_servers: CountOrZero = setting(
         0,
@@ -121,64 +134,8 @@ class ClusterSection(Section):
         why="needs KEDA",
     )
     kueue: str | None = setting(
-        None, description="kubernetes: Kueue's local queue in which the learner waits for its nodes", why="needs Kueue"
+        None,
+        pattern=DNS_NAME,
+        description="kubernetes: Kueue's local queue in which the learner waits for its nodes",
+        why="needs Kueue",
     )
-
-    @field_validator("head_gpus", "server_gpus")
-    @classmethod
-    def _gpus(cls, value: Gpus) -> Gpus:
-        if value != "auto" and not 0 <= value <= 1024:
-            raise ValueError("must be 'auto' or a whole number from 0 to 1024")
-        return value
-
-    @field_validator("time_limit")
-    @classmethod
-    def _time(cls, value: str | None) -> str | None:
-        if value is not None and not _TIME.fullmatch(value):
-            raise ValueError("must be a time such as 24:00:00 or 2-00:00:00")
-        return value
-
-    @field_validator("sbatch")
-    @classmethod
-    def _options(cls, value: list[str]) -> list[str]:
-        for option in value:
-            if not re.fullmatch(r"--[a-z-]+(=[^\n]*)?", option):
-                raise ValueError(f"{option!r} is no option of sbatch: write it as --account=physics")
-        return value
-
-    @field_validator("node_selector", "worker_node_selector")
-    @classmethod
-    def _labels(cls, value: list[str]) -> list[str]:
-        for label in value:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*", label):
-                raise ValueError(f"{label!r} is no label of a node: write it as pool=gpu")
-        return value
-
-    @field_validator("ray_env")
-    @classmethod
-    def _variables(cls, value: list[str]) -> list[str]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is no name of a variable: write it as HF_HOME")
-        return value
-
-    @field_validator("namespace", "storage_class", "kueue")
-    @classmethod
-    def _dns_names(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value):
-            raise ValueError("must be a name of at most 63 small letters, digits and dashes")
-        return value
-
-    @field_validator("image")
-    @classmethod
-    def _image(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", value):
-            raise ValueError("must be the name of an image, as registry/name:tag")
-        return value
-
-    @field_validator("partition", "worker_partition")
-    @classmethod
-    def _names(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value):
-            raise ValueError("must be a name of letters, digits, dots and dashes")
-        return value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from slipstream.protocol.config.sections.algorithm import AlgorithmSection
-from slipstream.protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
+from slipstream.protocol.config.sections.base import Count, CountOrZero, InFile, Seconds, Section, setting
 
 OptimiserName = Literal[
     "adamw_torch_fused",
@@ -53,6 +52,8 @@ ScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimiserSection(AlgorithmSection):
@@ -112,7 +113,7 @@ class LearnerSection(OptimiserSection):
         description="steps of warm-up, which begins at learning_rate / warmup_steps",
         why="the learning rate is small already",
     )
-    betas: tuple[float, float] = setting(
+    betas: tuple[Decay, Decay] = setting(
         (0.9, 0.95),
         strict=False,
         description="AdamW's two decay rates",
@@ -238,7 +239,7 @@ class LearnerSection(OptimiserSection):
     show_rollout_every: CountOrZero = setting(
         0, description="steps between rollouts shown on the terminal; 0: none", why="it shows steps"
     )
-    callbacks: list[str] = setting(
+    callbacks: list[InFile] = setting(
         [],
         description="transformers' TrainerCallback objects, classes or lists of them, as path/to/file.py:name",
         why="reports need none",
@@ -254,21 +255,6 @@ class LearnerSection(OptimiserSection):
         description="time without a group or a step after which the learner gives up",
         why="longer than the longest episode",
     )
-
-    @field_validator("callbacks")
-    @classmethod
-    def _callbacks_name_files(cls, value: list[str]) -> list[str]:
-        for callback in value:
-            if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", callback):
-                raise ValueError(f"{callback!r} is not a callback: write path/to/file.py:name")
-        return value
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("each must be at least 0 and below 1")
-        return value
 
 
 class LoraSection(Section):

@@ -7,7 +7,7 @@ import socket
 from typing import Annotated, Literal, Self
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from pydantic import AfterValidator, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from slipstream.protocol.addresses import split_urls
 from slipstream.protocol.config.sections.base import (
@@ -19,7 +19,6 @@ from slipstream.protocol.config.sections.base import (
     Seconds,
     Section,
     is_here,
-    is_number,
     own_url,
     setting,
     url_of,
@@ -126,7 +125,7 @@ class QueueSection(Section):
         description="tokens older than K: mask them, or drop the group",
         why="keeps a long episode's young tokens",
     )
-    depth: float | Literal["auto"] = setting(
+    depth: Annotated[float, Field(gt=0, le=10_000)] | Literal["auto"] = setting(
         "auto",
         description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1",
         why="finds the smallest that keeps the learner busy",
@@ -160,23 +159,11 @@ class QueueSection(Section):
         description="maximum bytes of the record; when full, the oldest eighth is deleted",
         why="bug reports need the newest steps",
     )
-    history_bytes: Bytes = setting(
-        200 * 1024**2,
-        description="maximum bytes of history/, for the page and the report; when full, the oldest hours are thinned",
-        why="a week at a state each 5 seconds",
-    )
     stall_after_s: Seconds = setting(
         120.0,
         description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer",
         why="longer than a slow first episode",
     )
-
-    @field_validator("depth", mode="before")
-    @classmethod
-    def _depth_is_positive(cls, value: object) -> object:
-        if value != "auto" and not is_number(value, above=0, maximum=10_000):
-            raise ValueError("must be 'auto' or a number above 0 and at most 10000")
-        return value
 
     @field_validator("store")
     @classmethod

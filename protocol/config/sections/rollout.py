@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from slipstream.protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
 
@@ -210,14 +210,6 @@ class EvalSection(Section):
         if step == 0:
             return self.at_start
         return (self.at_end and step == steps) or (self.every > 0 and step % self.every == 0)
-
-    @field_validator("rows", mode="before")
-    @classmethod
-    def _are_some(cls, rows: Any) -> Any:
-        """Check the value here, since pydantic would report a fault once for each part of a union."""
-        if rows != "all" and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-            raise ValueError('must be a whole number of at least 1, or "all"')
-        return rows
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from slipstream.protocol.addresses import McpServerAddress, checked_url, mcp_server
-from slipstream.protocol.config.sections.base import CountOrZero, Seconds, Section, setting
+from slipstream.protocol.config.sections.base import CountOrZero, InFile, Seconds, Section, setting
 
 
 class RunSection(Section):
@@ -107,7 +107,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    path: str = Field(description="the task object, as path/to/file.py:name", pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    path: InFile = Field(description="the task object, as path/to/file.py:name")
     shuffle: bool = setting(
         True,
         description="new order of the rows in every epoch; false: the data set's order, for a curriculum",
@@ -157,6 +157,7 @@ class ChatSection(Section):
     )
     renderer: str | None = setting(
         None,
+        min_length=1,
         description="name of the renderer, such as qwen3, for a fine-tune or a local folder",
         why="from the model's name",
     )
@@ -178,6 +179,7 @@ class ChatSection(Section):
     )
     parser: str = setting(
         "auto",
+        min_length=1,
         description="notation of tool calls under a template: auto tries the tokenizer's response schema, then "
         "each notation, on a rendered call; or a name (docs/models.md); or path/to/file.py:function",
         why="the start check finds it, or refuses",

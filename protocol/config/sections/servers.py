@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from slipstream.protocol.addresses import checked_url
 from slipstream.protocol.config.sections.base import (
@@ -19,7 +19,6 @@ from slipstream.protocol.config.sections.base import (
     Port,
     Seconds,
     Section,
-    is_number,
     own_url,
     setting,
 )
@@ -62,7 +61,7 @@ class WeightSyncSection(Section):
     host: Host = setting(
         "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
     )
-    probe_tolerance: float | Literal["auto"] = setting(
+    probe_tolerance: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] = setting(
         "auto",
         description="difference of log-probs between server and learner, in nats: nine in ten of a probe stay "
         "below it, all below 4 times it; in 16 bits half stay below it, nine in ten below 4 times and"
@@ -114,13 +113,6 @@ class WeightSyncSection(Section):
                 "is an address to listen on, and servers cannot dial it; give the address at which they reach the "
                 "learner's machine, such as 10.0.0.5"
             )
-        return value
-
-    @field_validator("probe_tolerance", mode="before")
-    @classmethod
-    def _tolerance_is_positive(cls, value: object) -> object:
-        if value != "auto" and not is_number(value, above=0, maximum=1000):
-            raise ValueError("must be 'auto' or a number above 0 and at most 1000")
         return value
 
 

@@ -329,10 +329,19 @@ def load_port(script: str) -> str:
             ["--cluster.image", "x", "--cluster.learner_nodes", "2", "--learner.ranks", "2"],
             "cluster.learner_nodes = 2: their volume is shared by nodes, where SQLite is not safe; set queue.store =",
         ),
-        (["--cluster.node_selector", '["gpu"]'], "'gpu' is no label of a node: write it as pool=gpu"),
-        (["--cluster.image", "a b"], 'cluster.image = "a b": must be the name of an image, as registry/name:tag'),
-        (["--cluster.image", "a\nb: c"], "must be the name of an image, as registry/name:tag"),
-        (["--cluster.namespace", "A B"], "must be a name of at most 63 small letters, digits and dashes"),
+        (
+            ["--cluster.node_selector", '["gpu"]'],
+            'cluster.node_selector[0] = "gpu": does not have the right form (kubernetes, ray: node labels for all pods',
+        ),
+        (
+            ["--cluster.image", "a b"],
+            'cluster.image = "a b": does not have the right form (kubernetes: image of all pods, as registry/name:tag',
+        ),
+        (["--cluster.image", "a\nb: c"], "does not have the right form (kubernetes: image of all pods"),
+        (
+            ["--cluster.namespace", "A B"],
+            'cluster.namespace = "A B": does not have the right form (kubernetes: namespace of the run)',
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_nothing_is_written(

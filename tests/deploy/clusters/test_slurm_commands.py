@@ -19,7 +19,7 @@ from tests.deploy.typed import Typed, output, read_until
 
 COMMANDS = {
     "sinfo": """
-case "$*" in *%P*) echo 'main*' ;; *) for n in 1 2 3; do echo "main|n$n|8|16000|(null)|idle"; done ;; esac
+for n in 1 2 3; do echo "main*|n$n|8|16000|(null)|idle"; done
 """,
     "sbatch": "cat >script; echo RUNNING >state; sleep $SLOW; echo 7",
     "scontrol": """

@@ -65,28 +65,7 @@ LORA = {"r": 16}
         ({"learner": {"lr_scheduler_type": "linaer"}}, "lr_scheduler_type = .linaer.: must be"),
         (
             {"learner": {"lr_scheduler_kwargs": {"power": 2}}},
-            "constant_with_warmup has no argument power; it takes none",
-        ),
-        (
-            {"learner": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}}},
-            r"cosine has no argument num_cycle; did you mean num_cycles\?",
-        ),
-        (
-            {"learner": {"lr_scheduler_type": "cosine_with_min_lr"}},
-            "needs min_lr_rate or min_lr; write .*min_lr_rate = 0.1",
-        ),
-        (
-            {
-                "learner": {
-                    "lr_scheduler_type": "cosine_with_min_lr",
-                    "lr_scheduler_kwargs": {"min_lr": 0, "min_lr_rate": 0},
-                }
-            },
-            "needs min_lr_rate or min_lr, not both",
-        ),
-        (
-            {"learner": {"lr_scheduler_type": "warmup_stable_decay"}},
-            "needs num_decay_steps; write .*num_decay_steps = 10",
+            "lr_scheduler_type = constant_with_warmup takes none",
         ),
         ({"learner": {"lr_scheduler_type": "constant", "warmup_steps": 3}}, "warmup_steps = 3 does nothing with"),
         (

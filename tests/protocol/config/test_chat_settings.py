@@ -17,20 +17,24 @@ from tests.kit import config
 @pytest.mark.parametrize(
     ("chat", "says"),
     [
-        ({"renderer": ""}, 'chat.renderer = "": names nothing; leave it out'),
-        ({"parser": ""}, 'chat.parser = "": names nothing'),
+        ({"renderer": ""}, "renderer\n  String should have at least 1 character"),
         ({"template": ""}, 'chat.template = "": names nothing'),
         (
             {"parser": "p.py:"},
             "chat.parser = p.py:: the file is named without a function; write it as path/to/file.py:function",
         ),
-        ({"renderer": "qwen3", "template": "a.jinja"}, "chat.template = a.jinja: .*chat.renderer = 'qwen3'"),
-        ({"renderer": "qwen3", "parser": "hermes"}, "chat.parser = hermes: .*leave one of them out"),
-        ({"format": "renderer", "parser": "hermes"}, 'chat.parser = hermes: .*chat.format = "renderer" uses none'),
-        ({"format": "template", "renderer": "qwen3"}, 'chat.renderer = qwen3: .*chat.format = "template"'),
-        ({"format": "template", "renderer_options": {"a": 1}}, "chat.renderer_options = {'a': 1}: .*uses none"),
-        ({"parser": "hermes", "renderer_options": {"a": 1}}, "a template's settings stand beside it"),
-        ({"chat_template_kwargs": {"tools": 1, "messages": []}}, "messages, tools cannot be set by .*leave them out"),
+        (
+            {"renderer": "qwen3", "template": "a.jinja"},
+            "chat.template = a.jinja does nothing with chat.renderer = qwen3: .*leave one of them out",
+        ),
+        ({"renderer": "qwen3", "parser": "hermes"}, "chat.parser = hermes does nothing with chat.renderer = qwen3"),
+        ({"format": "renderer", "parser": "hermes"}, "chat.parser = hermes does nothing with chat.format = renderer"),
+        ({"format": "template", "renderer": "qwen3"}, "chat.renderer = qwen3 does nothing with chat.format = template"),
+        (
+            {"parser": "hermes", "renderer_options": {"a": 1}},
+            "chat.parser = hermes does nothing with chat.renderer_options",
+        ),
+        ({"chat_template_kwargs": {"tools": 1, "messages": []}}, "messages, tools cannot be set by .*leave it out"),
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize cannot be set by the run file, .*leave it out"),
     ],
 )

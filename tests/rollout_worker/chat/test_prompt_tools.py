@@ -130,7 +130,7 @@ def test_the_remedy_is_named_where_the_template_knows_no_tools_and_works(folder)
 
 
 def test_a_renderer_shows_the_tools_itself():
-    with pytest.raises(ValidationError, match=r"chat.tools = prompt: this setting is a template's"):
+    with pytest.raises(ValidationError, match=r"chat.tools = prompt does nothing with chat.renderer = "):
         config(WORKER, chat={"tools": "prompt", "renderer": "qwen3"})
 
 

@@ -20,11 +20,11 @@ from slipstream.protocol.messages import FinishReason, Rollout
 from slipstream.protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.agent.allowance import Allowance
-from slipstream.rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
+from slipstream.rollout_worker.agent.api.base import Answered, Api, Finish, Reply, ReplyChoice, Request
 from slipstream.rollout_worker.agent.api.chat import ChatApi
 from slipstream.rollout_worker.agent.api.messages import SERVER, ApiError, ChatMessage, over
-from slipstream.rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
-from slipstream.rollout_worker.agent.api.request import Asked, schemas_digest
+from slipstream.rollout_worker.agent.api.plain import PlainChoice, check_ids, encoded, read_plain
+from slipstream.rollout_worker.agent.api.request import Asked, Reading, schemas_digest
 from slipstream.rollout_worker.agent.api.responses import ResponsesApi
 from slipstream.rollout_worker.agent.forced_calls import one_call
 from slipstream.rollout_worker.agent.formats import ChatFormats, Proven
@@ -178,7 +178,7 @@ class Session:
         self.agent_clock = agent_clock or AgentClock(shared.episodes.capacity, shared.episodes.clock)
         self._system_prompt = system_prompt
         self._shared = shared
-        self._reading = Reading(MODEL, shared.rollout, temperature, shared.refuse)
+        self._reading = Reading(shared.rollout, temperature, shared.refuse)
         self._affinity = affinity
         self._deadline = deadline
         self._tree = Tree()
@@ -311,7 +311,7 @@ class Session:
             if place.before is not None:
                 place.before.claims -= 1
         name, now = f"{self._name}-{next(self._numbers)}", int(time.time())
-        answered = Answered(name, now, MODEL, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
+        answered = Answered(name, now, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
         return Reply(api, request, answered)
 
     def _held_to_calls(self, asked: Asked, proven: Proven) -> Asked:
@@ -334,7 +334,7 @@ class Session:
         return len(context.ids)
 
     async def _complete(self, body: bytes) -> bytes:
-        plain = await asyncio.to_thread(self._read_plain, body=body)
+        plain = await asyncio.to_thread(lambda: read_plain(_decoded(body), self._reading))
         asked = plain.asked
         self._count_unenforced(asked.unenforced)
         proven = await self._shared.formats.of([])
@@ -360,7 +360,7 @@ class Session:
             tokens = [encodable(tokenizer.decode([token])) for token in sampled.token_ids] if asked.logprobs else []
             cut = "length" if sampled.finish_reason == "length" else "stop"
             choices.append(PlainChoice(text, sampled.token_ids, sampled.logprobs, tokens, cut))
-        return encoded(f"cmpl-{self._name}-{next(self._numbers)}", MODEL, ids, choices, plain)
+        return encoded(f"cmpl-{self._name}-{next(self._numbers)}", ids, choices, plain)
 
     def _count_unenforced(self, unenforced: Mapping[str, str]) -> None:
         for name, text in unenforced.items():
@@ -377,10 +377,6 @@ class Session:
             return replace(request, messages=[ChatMessage("system", self._system_prompt), *request.messages])
 
         return read() if len(body) < _INLINE_BYTES else await asyncio.to_thread(read)
-
-    def _read_plain(self, body: bytes) -> PlainAsked:
-        reading = self._reading
-        return read_plain(_decoded(body), MODEL, reading.rollout, reading.temperature, reading.refuse)
 
     async def _context(self, proven: Proven, place: TreeNode) -> _Context:
         """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered

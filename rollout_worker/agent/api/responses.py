@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
+from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.agent.api.base import (
     Answered,
-    Reading,
     ReplyChoice,
     Request,
-    as_object,
     event,
     logprobs_of,
 )
-from slipstream.rollout_worker.agent.api.messages import ApiError, ApiErrorKind, ChatMessage
+from slipstream.rollout_worker.agent.api.messages import ApiError, ChatMessage, Faults
+from slipstream.rollout_worker.agent.api.request import Reading, as_object
 from slipstream.rollout_worker.agent.api.responses_request import InputReader, instructions_of, read_response_parameters
 from slipstream.rollout_worker.tools.argument_text import short
 
@@ -70,7 +70,7 @@ class ResponsesApi:
         earlier = self._before(given, reader.faults)
         reader.read(given.get("input"))
         system = instructions_of(given, reader.faults)
-        reader.check_order(earlier)
+        reader.check_order("call_id", earlier)
         asked = read_response_parameters(given, reading, reader.faults)
         return Request(asked, [*system, *earlier, *reader.messages], given)
 
@@ -108,7 +108,7 @@ class ResponsesApi:
             raise ApiError(404, f"this episode has stored no response {short(id)}", "response_not_found", ["id"])
         return found
 
-    def _before(self, given: Mapping[str, Any], faults: list[ApiErrorKind]) -> list[ChatMessage]:
+    def _before(self, given: Mapping[str, Any], faults: Faults) -> list[ChatMessage]:
         """Return the conversation that a request goes on from."""
         id = given.get("previous_response_id")
         if id is None:
@@ -116,7 +116,7 @@ class ResponsesApi:
         found = self._kept.get(id) if isinstance(id, str) else None
         if found is None:
             text = f"{short(id)}: this episode has stored no such response; give the whole input, or store = true"
-            faults.append(ApiErrorKind("previous_response_id", text, "previous_response_not_found"))
+            faults.add("previous_response_id", text, "previous_response_not_found")
             return []
         return found.conversation()
 
@@ -133,7 +133,7 @@ class ResponsesApi:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "model": answered.model,
+            "model": SERVED_MODEL_NAME,
             "output": list(_items(choice, answered.name)),
             **{name: given.get(name, default) for name, default in _REPEATED.items()},
             "temperature": answered.temperature,

@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from slipstream.protocol.config.sections.sampling import keeps_mask
-from slipstream.rollout_worker.agent.api.base import Reading
 from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.request import Reading
 from slipstream.rollout_worker.agent.api.responses import ResponsesApi
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, client_of
@@ -230,7 +230,7 @@ async def test_structured_output_is_parsed_and_held_where_the_learner_can_follow
 
 
 def read(given, refuse=False, api=None):
-    reading = Reading("policy", kit.config().rollout, 1.0, refuse)
+    reading = Reading(kit.config().rollout, 1.0, refuse)
     return (api or ResponsesApi()).read({"model": "policy", "input": "Hello.", **given}, reading)
 
 

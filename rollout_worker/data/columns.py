@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.text import nearest
 from slipstream.rollout_worker.data.rows import Row, RowPosition, Rows
 
 # Slipstream passes these arguments to reward functions, so no column of the data set may have such a name.
@@ -53,6 +54,22 @@ class Findings:
     looked_at: int = 0
     unusable: dict[int, str] = field(default_factory=dict)
     mixed: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def missing_column(taker: str, name: str, columns: Mapping[str, Any], remedy: str = "") -> ConfigError:
+    """Return the error for a function that needs a column which the rows do not have.
+
+    Args:
+        taker: The task's argument and the function, such as "Task(rewards=...): accuracy".
+        remedy: Follows the list of the columns.
+    """
+    known = [str(column) for column in columns]
+    close = nearest(name, known)
+    meant = f"did you mean {close}? " if close else ""
+    return ConfigError(
+        f"{taker} takes {name!r}, which is not a column of the data set; {meant}the columns are: "
+        f"{', '.join(known)}{remedy}"
+    )
 
 
 def check_first(columns: Any, has_tools: bool, has_environment: bool = False) -> None:

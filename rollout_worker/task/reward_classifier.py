@@ -154,7 +154,8 @@ class ClassifierReward:
                 message = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
                 text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {message}"
                 if response.status == 404:
-                    text = f"{text}; name the reward as {self._url}/v1/models does, or {self._start()}"
+                    known_as = f"knows the model by another name (see {self._url}/v1/models)"
+                    text = f"{text}; it is not a pooling server, or {known_as}; {self._start()}"
                 raise RewardError(self.name, text, f"HTTP {response.status}", None, retryable=response.status >= 500)
         return self._logits(answer)
 

@@ -17,7 +17,7 @@ from slipstream.rollout_worker.agent.api.base import (
     event,
     logprobs_of,
 )
-from slipstream.rollout_worker.agent.api.messages import ApiError, ChatMessage, Faults
+from slipstream.rollout_worker.agent.api.messages import ChatMessage, Faults
 from slipstream.rollout_worker.agent.api.request import Reading, as_object
 from slipstream.rollout_worker.agent.api.responses_request import InputReader, instructions_of, read_response_parameters
 from slipstream.rollout_worker.tools.argument_text import short
@@ -41,11 +41,10 @@ _REPEATED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A response, and what its conversation adds to that of the response before it; instructions are not kept."""
+    """What the conversation of a response adds to that of the response before it; instructions are not kept."""
 
     before: _Kept | None
     added: tuple[ChatMessage, ...]
-    body: Mapping[str, Any]
 
     def conversation(self) -> list[ChatMessage]:
         found: list[tuple[ChatMessage, ...]] = []
@@ -91,22 +90,6 @@ class ResponsesApi:
             for kind, fields in _item_events(item):
                 yield told(kind, output_index=place, **fields)
         yield told(response["status"], response=response)
-
-    def kept(self, id: str) -> Mapping[str, Any]:
-        """Return the body of a response. Raises `ApiError`."""
-        return self._named(id).body
-
-    def forget(self, id: str) -> None:
-        """Forget a response. Raises `ApiError`."""
-        for item in self._named(id).body["output"]:
-            self._items.pop(item["id"], None)
-        del self._kept[id]
-
-    def _named(self, id: str) -> _Kept:
-        found = self._kept.get(id)
-        if found is None:
-            raise ApiError(404, f"this episode has stored no response {short(id)}", "response_not_found", ["id"])
-        return found
 
     def _before(self, given: Mapping[str, Any], faults: Faults) -> list[ChatMessage]:
         """Return the conversation that a request goes on from."""
@@ -157,7 +140,7 @@ class ResponsesApi:
         earlier = 0 if before is None else len(before.conversation())
         begins = earlier + (given.get("instructions") is not None)
         added = (*request.messages[begins:], choice.reply)
-        self._kept[response["id"]] = _Kept(before, added, response)
+        self._kept[response["id"]] = _Kept(before, added)
         self._items |= {item["id"]: item for item in response["output"]}
 
 

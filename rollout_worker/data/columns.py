@@ -86,15 +86,11 @@ def check_first(columns: Any, has_tools: bool, has_environment: bool = False) ->
             f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
         )
     prompt = columns["prompt"]
-    if has_tools and isinstance(prompt, str):
+    if (has_tools or has_environment) and isinstance(prompt, str):
+        taker, need = ("tools", "tools need") if has_tools else ("environment", "an environment needs")
         raise ConfigError(
-            "Task(tools=...): the prompts are text, and tools need a conversation; make each prompt a list of "
-            "messages: [{'role': 'user', 'content': ...}]"
-        )
-    if has_environment and isinstance(prompt, str):
-        raise ConfigError(
-            "Task(environment=...): the prompts are text, and an environment needs a conversation; make each prompt a "
-            "list of messages: [{'role': 'user', 'content': ...}], or leave the column out"
+            f"Task({taker}=...): the prompts are text, and {need} a conversation; make each prompt a list of messages: "
+            f"[{{'role': 'user', 'content': ...}}]"
         )
     is_messages = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     if not isinstance(prompt, str) and not is_messages:

@@ -11,7 +11,7 @@ import copy
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO, cast
@@ -44,8 +44,6 @@ DEFAULT_TIMEOUT_S = 60.0
 _ID_CHARACTERS = 128
 
 _KNOWN_CHARACTERS = 2000
-
-_STDERR_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,26 +240,12 @@ async def open_tools(
         tools: The task's functions and `Tool` objects.
         mcp_servers: The task's MCP servers.
         code: Runs user code.
-        errors: File for the servers' stderr, open to read and write; None for this process's.
+        errors: File for the servers' stderr; None for this process's.
 
     Raises:
-        ConfigError: A server gives no tools, or tools do not fit together. The text has the end of the servers' stderr
-            if `errors` holds it.
+        ConfigError: A server gives no tools, or tools do not fit together.
     """
     addresses = [*mcp_servers, *config.task.mcp_servers]
-    async with AsyncExitStack() as stack:
-        try:
-            found = await stack.enter_async_context(mcp_tools(addresses, config.task.file.parent, errors=errors))
-        except ConfigError as error:
-            written = "" if "it wrote last: " in str(error) else _written_to(errors)
-            raise ConfigError(f"{error}{written}") from None
+    async with mcp_tools(addresses, config.task.file.parent, errors=errors) as found:
         isolated = config.worker.tool_isolation == "process"
         yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated, processor_of(config))
-
-
-def _written_to(errors: TextIO | None) -> str:
-    if errors is None:
-        return ""
-    errors.seek(0)
-    lines = " | ".join(line.strip() for line in errors.readlines()[-_STDERR_LINES:] if line.strip())
-    return f" (stderr: {lines:.600})" if lines else ""

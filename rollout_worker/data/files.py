@@ -140,7 +140,9 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
     except ConfigError:
         raise
     except Exception as error:  # the library raises many types, depending on what is missing or broken
-        error = _cause_of(error)
+        # The error itself says only that a data set could not be generated.
+        while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         first = (str(error).strip().splitlines() or ["it does not say why"])[0]
         remedy = "fix it, or say with dataset_config and dataset_split which part of it"
         if isinstance(error, ConnectionError):
@@ -150,16 +152,6 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
         raise ConfigError(
             f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; {remedy}"
         ) from error
-
-
-def _cause_of(error: Exception) -> Exception:
-    """Return the cause of an error of the library.
-
-    The text of the error itself says only that a data set could not be generated.
-    """
-    while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
 
 
 def _find(place: Path, name: str) -> list[Path]:

@@ -287,24 +287,18 @@ def build_rewards(
     config: RunConfig,
     rewards: Sequence[Callable[..., Any] | str],
     weights: Sequence[float] | None,
-    code: user_code.UserCode | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    own: Sequence[str] | None = (),
+    **options: Any,
 ) -> RewardFunctions:
-    """Build a task's rewards with the settings of a run file. `own`: as in `RewardFunctions`. Raises `ConfigError`,
-    also for a classifier without a server."""
+    """Build a task's rewards with the settings of a run file. `options`: others of `RewardFunctions`. Raises
+    `ConfigError`, also for a classifier without a server."""
     return RewardFunctions(
         rewards,
         weights,
         config.worker.reward_timeout_s,
-        code,
         servers=config.task.reward_servers,
         attempts=config.worker.reward_attempts,
         max_steps=config.learner.steps if config.learner.epochs is None else None,
-        clock=clock,
-        sleep=sleep,
-        own=own,
+        **options,
     )
 
 

@@ -131,7 +131,9 @@ class Worker:
         own = source.own_rewards
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle, images=source.chat.images),
-            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=own),
+            rewards=build_rewards(
+                config, task.rewards, task.reward_weights, code=code, clock=clock, sleep=sleep, own=own
+            ),
             source=source,
             episodes=episodes,
             pool=self._pool,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from slipstream.protocol import reasons
 from slipstream.rollout_worker.agent.api.messages import Call, ChatMessage
 from slipstream.rollout_worker.agent.tree import GivenCall
 from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
-from slipstream.rollout_worker.tools.arguments import Parameters, small
+from slipstream.rollout_worker.tools.arguments import Parameters
 from slipstream.rollout_worker.tools.base import NAME_CHARACTERS, UNKNOWN, ArgumentsError, count_call, counted_as
 from slipstream.rollout_worker.user_code.values import encodable
 
@@ -48,9 +46,7 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
     given, coerced = call.arguments, False
     if parameters is not None:
         try:
-            # Large arguments in a thread: fitting them would block the loop.
-            fit = partial(parameters.fit, given, call.as_text)
-            found = fit() if small(given) else await asyncio.to_thread(fit)
+            found = await parameters.fitted(given, call.as_text)
             given, coerced = (found.values, True) if found.repairs else (given, False)
         except ArgumentsError:
             given = call.arguments

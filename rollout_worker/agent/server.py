@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,12 +110,10 @@ class AgentServer:
         app = web.Application(middlewares=[self._guard], client_max_size=self._most_bytes)
         app.add_routes(
             [
-                web.post(CHATS, self._chat),
+                web.post(CHATS, partial(self._answer, api=CHAT)),
                 web.post(COMPLETIONS, self._complete),
-                web.post(RESPONSES, self._respond),
-                web.get(RESPONSES + "/{id}", self._response),
-                web.delete(RESPONSES + "/{id}", self._forget_response),
-                *(web.post(prefix + MESSAGES, self._message) for prefix in ("", _TWICE)),
+                web.post(RESPONSES, self._answer),
+                *(web.post(prefix + MESSAGES, partial(self._answer, api=ANTHROPIC)) for prefix in ("", _TWICE)),
                 *(web.post(prefix + COUNT, self._count) for prefix in ("", _TWICE)),
                 *(web.get(prefix + MODELS, self._models) for prefix in ("", _TWICE)),
                 *(web.get(prefix + MODELS + "/{model}", self._model) for prefix in ("", _TWICE)),
@@ -260,37 +259,27 @@ class AgentServer:
                 f"Content-Encoding: {encodable(coding)[:60]}: nothing is unpacked here; send the JSON without a coding"
             )
             raise ApiError(415, text, "unsupported_encoding")
+        body = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
-                return await self._read(request)
+                # Not `request.read`: it keeps the body for as long as the connection stays open.
+                async for part in request.content.iter_any():
+                    body += part
+                    if len(body) > self._most_bytes:
+                        raise web.HTTPRequestEntityTooLarge(self._most_bytes, len(body))
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {_BODY_S:g} s", "timeout") from None
-
-    async def _read(self, request: web.Request) -> bytes:
-        # Not `request.read`: it keeps the body for as long as the connection stays open.
-        body = bytearray()
-        async for part in request.content.iter_any():
-            body += part
-            if len(body) > self._most_bytes:
-                raise web.HTTPRequestEntityTooLarge(self._most_bytes, len(body))
         return bytes(body)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CHAT)
-
-    async def _respond(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, request[OPENED].session.responses)
-
-    async def _message(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ANTHROPIC)
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         async with self._held(request) as given:
             return _json({"input_tokens": await request[OPENED].session.count(given, ANTHROPIC)})
 
-    async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, api: Api | None = None) -> web.StreamResponse:
+        """Answer in an API that keeps nothing, or as the session's responses."""
         async with self._held(request) as given:
-            reply = await request[OPENED].session.answer(given, api)
+            session = request[OPENED].session
+            reply = await session.answer(given, api or session.responses)
             is_streamed = reply.is_streamed
             body = reply.events() if is_streamed else reply.whole()
         if not is_streamed:
@@ -300,14 +289,6 @@ class AgentServer:
         await response.write(body)
         await response.write_eof()
         return response
-
-    async def _response(self, request: web.Request) -> web.Response:
-        return _json(request[OPENED].session.responses.kept(request.match_info["id"]))
-
-    async def _forget_response(self, request: web.Request) -> web.Response:
-        id = request.match_info["id"]
-        request[OPENED].session.responses.forget(id)
-        return _json({"id": id, "object": "response", "deleted": True})
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [_policy()], "has_more": False, "first_id": MODEL, "last_id": MODEL})

@@ -7,10 +7,10 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,18 +20,18 @@ from slipstream.protocol.messages import FinishReason, Rollout
 from slipstream.protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.agent.allowance import Allowance
-from slipstream.rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
+from slipstream.rollout_worker.agent.api.base import Answered, Api, Finish, Reply, ReplyChoice, Request
 from slipstream.rollout_worker.agent.api.chat import ChatApi
 from slipstream.rollout_worker.agent.api.messages import SERVER, ApiError, ChatMessage, over
-from slipstream.rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
-from slipstream.rollout_worker.agent.api.request import Asked, schemas_digest
+from slipstream.rollout_worker.agent.api.plain import PlainChoice, check_ids, encoded, read_plain
+from slipstream.rollout_worker.agent.api.request import Asked, Reading, schemas_digest
 from slipstream.rollout_worker.agent.api.responses import ResponsesApi
 from slipstream.rollout_worker.agent.forced_calls import one_call
 from slipstream.rollout_worker.agent.formats import ChatFormats, Proven
 from slipstream.rollout_worker.agent.pace import Pace
 from slipstream.rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
 from slipstream.rollout_worker.agent.segments import MEANT, NewSegment, why_new
-from slipstream.rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
+from slipstream.rollout_worker.agent.tree import Answer, Context, Tree, TreeNode, shown_to_policy
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn
 from slipstream.rollout_worker.episodes.capacity import Capacity
@@ -46,8 +46,6 @@ from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.task.reward_base import TEXT_CHARACTERS
 from slipstream.rollout_worker.tools.base import ToolResult
 from slipstream.rollout_worker.user_code.values import encodable
-
-T = TypeVar("T")
 
 MODEL = SERVED_MODEL_NAME
 
@@ -119,21 +117,6 @@ class AgentContext:
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
-    """The context that a request is sampled after.
-
-    Attributes:
-        ids: All token ids.
-        suffix: Those after the answer that the request goes on from; None where `ids` is a prompt of its own.
-        shown: The messages that the request adds, as the policy sees them.
-    """
-
-    ids: list[int]
-    suffix: list[int] | None
-    shown: list[Message]
-
-
-@dataclass(frozen=True, slots=True)
 class _Turn:
     """One turn, sampled and read. `ended_as`: the run's limit that cut it off; None if none did."""
 
@@ -178,7 +161,7 @@ class Session:
         self.agent_clock = agent_clock or AgentClock(shared.episodes.capacity, shared.episodes.clock)
         self._system_prompt = system_prompt
         self._shared = shared
-        self._reading = Reading(MODEL, shared.rollout, temperature, shared.refuse)
+        self._reading = Reading(shared.rollout, temperature, shared.refuse)
         self._affinity = affinity
         self._deadline = deadline
         self._tree = Tree()
@@ -199,30 +182,15 @@ class Session:
         """The limit that the last request met; None if it met none."""
         return self._allowance.ended_as
 
-    async def answer(self, body: bytes, api: Api = CHAT) -> Reply:
-        """Answer a request. Raises `ApiError`."""
-        return await self._one_of_mine(self._answer(body, api))
-
-    async def count(self, body: bytes, api: Api) -> int:
-        """Return the number of tokens of a request's prompt, as it would be sampled after. Raises `ApiError`."""
-        return await self._one_of_mine(self._count(body, api))
-
-    async def complete(self, body: bytes) -> bytes:
-        """Answer a request for a plain completion. Returns the answer's body. Raises `ApiError`."""
-        return await self._one_of_mine(self._complete(body))
-
-    async def _one_of_mine(self, answering: Coroutine[Any, Any, T]) -> T:
-        """Wait for an answer, which is aborted where the session ends."""
-        try:
-            self.check_open()
-        except ApiError:
-            answering.close()
-            raise
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """Handle a request inside, which is aborted where the session ends."""
+        self.check_open()
         task = asyncio.current_task()
         assert task is not None, "a request is handled in a task of its own"
         self._requests.add(task)
         try:
-            return await answering
+            yield
         except asyncio.CancelledError:
             if task in self._ended and not task.uncancel():  # otherwise its client has disconnected too
                 raise over() from None
@@ -289,30 +257,32 @@ class Session:
         if self._over:
             raise over()
 
-    async def _answer(self, body: bytes, api: Api) -> Reply:
-        request = await self._read(body, api)
-        asked = request.asked
-        self._count_unenforced(asked.unenforced)
-        key = schemas_digest(asked.tools)
-        proven = await self._shared.formats.of(asked.tools, key)
-        if asked.must_call:
-            asked = self._held_to_calls(asked, proven)
-            request = replace(request, asked=asked)
-        place = self._tree.place(key, request.messages)
-        if place.before is not None:
-            place.before.claims += 1
-        try:
-            context = await self._context(proven, place)
-            turns = await self._turns(proven, place, context, asked)
-            choices = [
-                self._recorded(proven, place, context, asked, turn, is_more=turn is not turns[0]) for turn in turns
-            ]
-        finally:
+    async def answer(self, body: bytes, api: Api = CHAT) -> Reply:
+        """Answer a request. Raises `ApiError`."""
+        with self._request():
+            request = await self._read(body, api)
+            asked = request.asked
+            self._count_unenforced(asked.unenforced)
+            key = schemas_digest(asked.tools)
+            proven = await self._shared.formats.of(asked.tools, key)
+            if asked.must_call:
+                asked = self._held_to_calls(asked, proven)
+                request = replace(request, asked=asked)
+            place = self._tree.place(key, request.messages)
             if place.before is not None:
-                place.before.claims -= 1
-        name, now = f"{self._name}-{next(self._numbers)}", int(time.time())
-        answered = Answered(name, now, MODEL, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
-        return Reply(api, request, answered)
+                place.before.claims += 1
+            try:
+                context = await self._context(proven, place)
+                turns = await self._turns(proven, place, context, asked)
+                choices = [
+                    self._recorded(proven, place, context, asked, turn, is_more=turn is not turns[0]) for turn in turns
+                ]
+            finally:
+                if place.before is not None:
+                    place.before.claims -= 1
+            name, now = f"{self._name}-{next(self._numbers)}", int(time.time())
+            answered = Answered(name, now, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
+            return Reply(api, request, answered)
 
     def _held_to_calls(self, asked: Asked, proven: Proven) -> Asked:
         """Return a request that is held to a call of one of `must_call`, where the chat format allows that."""
@@ -326,48 +296,54 @@ class Session:
         self._count_unenforced(unenforced)
         return replace(asked, must_call=(), unenforced={**asked.unenforced, **unenforced})
 
-    async def _count(self, body: bytes, api: Api) -> int:
-        request = await self._read(body, api)
-        key = schemas_digest(request.asked.tools)
-        proven = await self._shared.formats.of(request.asked.tools, key)
-        context = await self._context(proven, self._tree.place(key, request.messages))
-        return len(context.ids)
+    async def count(self, body: bytes, api: Api) -> int:
+        """Return the number of tokens of a request's prompt, as it would be sampled after. Raises `ApiError`."""
+        with self._request():
+            request = await self._read(body, api)
+            key = schemas_digest(request.asked.tools)
+            proven = await self._shared.formats.of(request.asked.tools, key)
+            context = await self._context(proven, self._tree.place(key, request.messages))
+            return len(context.ids)
 
-    async def _complete(self, body: bytes) -> bytes:
-        plain = await asyncio.to_thread(self._read_plain, body=body)
-        asked = plain.asked
-        self._count_unenforced(asked.unenforced)
-        proven = await self._shared.formats.of([])
-        tokenizer = proven.chat.tokenizer
-        ids = plain.prompt
-        if isinstance(ids, str):
-            text = ids
-            self._allowance.check_size(text)
-            found: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=plain.special)
-            ids = found
-        check_ids(ids, len(tokenizer))
-        before = self._tree.before(ids)
-        suffix = None if before is None else ids[before.end :]
-        shown: list[Message] = [{"role": "user", "content": encodable(tokenizer.decode(suffix or ids))}]
-        place, context = TreeNode(before, (), b""), _Context(ids, suffix, shown)
-        choices = []
-        turns = await self._turns(proven, place, context, asked)
-        for turn in turns:
-            self._keep(place, context, turn, is_more=turn is not turns[0])
-            sampled = turn.sampled
-            text = encodable(tokenizer.decode(sampled.token_ids, skip_special_tokens=plain.skip_special))
-            text = before_stop(text, asked.stop)
-            tokens = [encodable(tokenizer.decode([token])) for token in sampled.token_ids] if asked.logprobs else []
-            cut = "length" if sampled.finish_reason == "length" else "stop"
-            choices.append(PlainChoice(text, sampled.token_ids, sampled.logprobs, tokens, cut))
-        return encoded(f"cmpl-{self._name}-{next(self._numbers)}", MODEL, ids, choices, plain)
+    async def complete(self, body: bytes) -> bytes:
+        """Answer a request for a plain completion. Returns the answer's body. Raises `ApiError`."""
+        with self._request():
+            plain = await asyncio.to_thread(lambda: read_plain(_decoded(body), self._reading))
+            asked = plain.asked
+            self._count_unenforced(asked.unenforced)
+            proven = await self._shared.formats.of([])
+            tokenizer = proven.chat.tokenizer
+            ids = plain.prompt
+            if isinstance(ids, str):
+                self._allowance.check_size(ids)
+                ids = list(await asyncio.to_thread(tokenizer.encode, ids, add_special_tokens=plain.special))
+            check_ids(ids, len(tokenizer))
+            before = self._tree.before(ids)
+            suffix = None if before is None else ids[before.end :]
+            shown: list[Message] = [{"role": "user", "content": encodable(tokenizer.decode(suffix or ids))}]
+            place, context = TreeNode(before, (), b""), Context(ids, suffix, shown)
+            choices = []
+            turns = await self._turns(proven, place, context, asked)
+            for turn in turns:
+                self._keep(place, context, turn, is_more=turn is not turns[0])
+                sampled = turn.sampled
+                text = encodable(tokenizer.decode(sampled.token_ids, skip_special_tokens=plain.skip_special))
+                text = before_stop(text, asked.stop)
+                tokens = _texts(proven, sampled) if asked.logprobs else []
+                cut = "length" if sampled.finish_reason == "length" else "stop"
+                choices.append(PlainChoice(text, sampled.token_ids, sampled.logprobs, tokens, cut))
+            return encoded(f"cmpl-{self._name}-{next(self._numbers)}", ids, choices, plain)
 
     def _count_unenforced(self, unenforced: Mapping[str, str]) -> None:
         for name, text in unenforced.items():
-            counted = f"agent/unenforced/{name}"
-            self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
             told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
-            self._shared.episodes.notices.add("agent", counted, told)
+            self._count(f"agent/unenforced/{name}", told)
+
+    def _count(self, metric: str, told: str) -> None:
+        """Count what an agent's author may want to change. `told`: its notice; empty for none."""
+        self._outgoing.metrics[metric] = self._outgoing.metrics.get(metric, 0.0) + 1.0
+        if told:
+            self._shared.episodes.notices.add("agent", metric, told)
 
     async def _read(self, body: bytes, api: Api) -> Request:
         def read() -> Request:
@@ -378,11 +354,7 @@ class Session:
 
         return read() if len(body) < _INLINE_BYTES else await asyncio.to_thread(read)
 
-    def _read_plain(self, body: bytes) -> PlainAsked:
-        reading = self._reading
-        return read_plain(_decoded(body), MODEL, reading.rollout, reading.temperature, reading.refuse)
-
-    async def _context(self, proven: Proven, place: TreeNode) -> _Context:
+    async def _context(self, proven: Proven, place: TreeNode) -> Context:
         """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered
         anew."""
         chat, before = proven.chat, place.before
@@ -392,14 +364,14 @@ class Session:
         if before is not None and all(after.get(added.role) for added in place.rest):
             suffix = await chat.suffix_ids(before.prompt_ids, before.turn_ids, shown)
             if suffix is not None:
-                return _Context(before.context + suffix, suffix, shown)
+                return Context(before.context + suffix, suffix, shown)
         conversation = [*(before.conversation() if before is not None else ()), *shown]
         try:
             # The episodes of a group begin with the same prompt; what follows an answer is rendered once only.
             ids = await proven.prompt_ids(conversation, comes_again=before is None)
         except PromptError as error:
             raise ApiError(400, f"messages: they cannot be rendered: {error}", "invalid_value", ["messages"]) from None
-        return _Context(ids, None, shown)
+        return Context(ids, None, shown)
 
     async def _shown(self, chat: ChatFormat, place: TreeNode) -> list[Message]:
         """Return the messages that a request adds. Tool results are cut and their special tokens broken."""
@@ -415,7 +387,7 @@ class Session:
             shown.append(message)
         return shown
 
-    async def _turns(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked) -> list[_Turn]:
+    async def _turns(self, proven: Proven, place: TreeNode, context: Context, asked: Asked) -> list[_Turn]:
         """Sample as many answers as were asked for, or none: what an agent does not get is not recorded."""
         if asked.n == 1:
             return [await self._turn(proven, place, context, asked)]
@@ -426,7 +398,7 @@ class Session:
             raise errors.exceptions[0] from None
         return [run.result() for run in runs]
 
-    async def _turn(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked) -> _Turn:
+    async def _turn(self, proven: Proven, place: TreeNode, context: Context, asked: Asked) -> _Turn:
         episodes, allowance, before = self._shared.episodes, self._allowance, place.before
         appends = context.suffix is not None and before is not None and before.is_last
         budget = await allowance.budget(len(context.ids), asked.max_tokens, self.turns, len(self._tree.drafts), appends)
@@ -452,34 +424,28 @@ class Session:
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
 
-    def _keep(self, place: TreeNode, context: _Context, turn: _Turn, is_more: bool) -> Answer:
+    def _keep(self, place: TreeNode, context: Context, turn: _Turn, is_more: bool) -> Answer:
         """Record a turn. `is_more`: whether its request has another answer already."""
         sampled, parsed = turn.sampled, turn.parsed
         appends = context.suffix is not None and place.before is not None and place.before.is_last
         if self._tree.drafts and not appends:
             self._count_segment(NewSegment("branch") if is_more else why_new(self._tree, place))
-        if context.suffix is None or place.before is None:
-            answer = self._tree.begin(place.before, context.ids, sampled, context.shown, parsed)
-        else:
-            answer = self._tree.append(place.before, context.suffix, sampled, context.shown, parsed)
+        answer = self._tree.add(place.before, context, sampled, parsed)
         self.turns += 1
         self._sampled_tokens += len(sampled.token_ids)
         self.failure, self._allowance.ended_as = None, turn.ended_as
         return answer
 
     def _count_segment(self, new: NewSegment) -> None:
-        counted = f"agent/new_segments/{new.reason}"
-        self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
         self._whys.setdefault(new.reason, new)
-        if new.reason not in MEANT:
-            told = (
-                f"an episode has more segments than conversations: {new.text}. What was sampled before is read again, "
-                f"and trains in the segment that it was sampled in"
-            )
-            self._shared.episodes.notices.add("agent", counted, told)
+        told = (
+            f"an episode has more segments than conversations: {new.text}. What was sampled before is read again, "
+            f"and trains in the segment that it was sampled in"
+        )
+        self._count(f"agent/new_segments/{new.reason}", "" if new.reason in MEANT else told)
 
     def _recorded(
-        self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn, is_more: bool
+        self, proven: Proven, place: TreeNode, context: Context, asked: Asked, turn: _Turn, is_more: bool
     ) -> ReplyChoice:
         sampled, parsed = turn.sampled, turn.parsed
         answer, tokens = self._keep(place, context, turn, is_more), len(sampled.token_ids)
@@ -488,11 +454,15 @@ class Session:
         self._tree.remember(answer, place, reply, calls)
         logprobs = None
         if asked.logprobs:
-            texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
-            logprobs = list(zip(texts, sampled.logprobs, strict=True))
+            logprobs = list(zip(_texts(proven, sampled), sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
         finish: Finish = "length" if cut else "tool_calls" if reply.calls else "stop"
         return ReplyChoice(reply, finish, tokens, logprobs, first_stop(parsed.content, asked.stop))
+
+
+def _texts(proven: Proven, sampled: Sampled) -> list[str]:
+    """Return the text of each sampled token."""
+    return [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
 
 
 def _decoded(body: bytes) -> Any:

@@ -108,6 +108,21 @@ class TreeNode:
     messages: Sequence[ChatMessage] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The context that a request is sampled after.
+
+    Attributes:
+        ids: All token ids.
+        suffix: Those after the answer that the request goes on from; None where `ids` is a prompt of its own.
+        shown: The messages that the request adds, as the policy sees them.
+    """
+
+    ids: list[int]
+    suffix: list[int] | None
+    shown: list[Message]
+
+
 @dataclass(slots=True)
 class Tree:
     """The answers of one episode.
@@ -156,19 +171,21 @@ class Tree:
         longest = max(found, key=lambda draft: len(draft.ids), default=None)
         return None if longest is None else self._last[id(longest)]
 
-    def append(
-        self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
-    ) -> Answer:
-        """Add an answer that was sampled after `before` and `suffix`."""
-        if before.is_last:
-            return self._add(before, before.draft, suffix, sampled, shown, parsed)
-        return self._begin(before, before.context, suffix, sampled, shown, parsed)
-
-    def begin(
-        self, before: Answer | None, prompt: list[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
-    ) -> Answer:
-        """Add an answer that was sampled after a whole prompt. `before`: as in `TreeNode`."""
-        return self._begin(before, prompt, (), sampled, shown, parsed)
+    def add(self, before: Answer | None, context: Context, sampled: Sampled, parsed: ParsedTurn) -> Answer:
+        """Add an answer that was sampled after a context. `before`: as in `TreeNode`."""
+        suffix: Sequence[int] = ()
+        if before is None or context.suffix is None:
+            draft = SegmentDraft(context.ids)
+        else:
+            suffix, draft = context.suffix, before.draft if before.is_last else SegmentDraft(before.context)
+        if before is None or draft is not before.draft:
+            self.drafts.append(draft)
+        draft.add(suffix, sampled)
+        end = len(draft.ids)
+        start = end - len(sampled.token_ids)
+        self.last = Answer(before, context.shown, parsed.message(), parsed.text, (), draft, start, end)
+        self._last[id(draft)] = self.last
+        return self.last
 
     def remember(self, answer: Answer, place: TreeNode, given: ChatMessage, calls: tuple[GivenCall, ...]) -> None:
         """Remember an answer as the agent gets it, and the position of its request."""
@@ -195,35 +212,6 @@ class Tree:
         ]
         exact = [answer for answer in found if _is_exact(message, answer.given)] if len(found) > 1 else []
         return exact or found
-
-    def _begin(
-        self,
-        before: Answer | None,
-        prompt: list[int],
-        suffix: Sequence[int],
-        sampled: Sampled,
-        shown: list[Message],
-        parsed: ParsedTurn,
-    ) -> Answer:
-        draft = SegmentDraft(prompt)
-        self.drafts.append(draft)
-        return self._add(before, draft, suffix, sampled, shown, parsed)
-
-    def _add(
-        self,
-        before: Answer | None,
-        draft: SegmentDraft,
-        suffix: Sequence[int],
-        sampled: Sampled,
-        shown: list[Message],
-        parsed: ParsedTurn,
-    ) -> Answer:
-        draft.add(suffix, sampled)
-        end = len(draft.ids)
-        start = end - len(sampled.token_ids)
-        self.last = Answer(before, shown, parsed.message(), parsed.text, (), draft, start, end)
-        self._last[id(draft)] = self.last
-        return self.last
 
 
 def _is_exact(message: ChatMessage, given: ChatMessage | None) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.text import nearest
 from slipstream.rollout_worker.data.rows import Row, RowPosition, Rows
 
 # Slipstream passes these arguments to reward functions, so no column of the data set may have such a name.
@@ -55,6 +56,22 @@ class Findings:
     mixed: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
+def missing_column(taker: str, name: str, columns: Mapping[str, Any], remedy: str = "") -> ConfigError:
+    """Return the error for a function that needs a column which the rows do not have.
+
+    Args:
+        taker: The task's argument and the function, such as "Task(rewards=...): accuracy".
+        remedy: Follows the list of the columns.
+    """
+    known = [str(column) for column in columns]
+    close = nearest(name, known)
+    meant = f"did you mean {close}? " if close else ""
+    return ConfigError(
+        f"{taker} takes {name!r}, which is not a column of the data set; {meant}the columns are: "
+        f"{', '.join(known)}{remedy}"
+    )
+
+
 def check_first(columns: Any, has_tools: bool, has_environment: bool = False) -> None:
     """Raise `ConfigError` for a first row that no run could use."""
     if isinstance(columns, BaseException):
@@ -69,15 +86,11 @@ def check_first(columns: Any, has_tools: bool, has_environment: bool = False) ->
             f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
         )
     prompt = columns["prompt"]
-    if has_tools and isinstance(prompt, str):
+    if (has_tools or has_environment) and isinstance(prompt, str):
+        taker, need = ("tools", "tools need") if has_tools else ("environment", "an environment needs")
         raise ConfigError(
-            "Task(tools=...): the prompts are text, and tools need a conversation; make each prompt a list of "
-            "messages: [{'role': 'user', 'content': ...}]"
-        )
-    if has_environment and isinstance(prompt, str):
-        raise ConfigError(
-            "Task(environment=...): the prompts are text, and an environment needs a conversation; make each prompt a "
-            "list of messages: [{'role': 'user', 'content': ...}], or leave the column out"
+            f"Task({taker}=...): the prompts are text, and {need} a conversation; make each prompt a list of messages: "
+            f"[{{'role': 'user', 'content': ...}}]"
         )
     is_messages = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     if not isinstance(prompt, str) and not is_messages:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, cast, overload
+from typing import IO, Any, cast
 
 from slipstream.protocol.config import ConfigError
 
@@ -70,13 +70,7 @@ class JsonLines(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._start)
 
-    @overload
-    def __getitem__(self, number: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, number: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(number, slice):
-            return [self[place] for place in range(*number.indices(len(self)))]
+    def __getitem__(self, number: Any) -> Any:
         read, start = self._read[self._file[number]], self._start[number]
         try:
             row = json.loads(read(start, self._size[number]))
@@ -146,26 +140,18 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
     except ConfigError:
         raise
     except Exception as error:  # the library raises many types, depending on what is missing or broken
-        error = _cause_of(error)
+        # The error itself says only that a data set could not be generated.
+        while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         first = (str(error).strip().splitlines() or ["it does not say why"])[0]
         remedy = "fix it, or say with dataset_config and dataset_split which part of it"
         if isinstance(error, ConnectionError):
             remedy = "give the path of a copy, or start where the hub can be reached"
-        if found is None and _looks_like_a_file(name):
-            remedy = f"{remedy}; or is it meant as a file? There is none of that name; the kinds are {_KINDS}"
+        if found is None:
+            remedy = f"{remedy}; there is no file of that name (the kinds are {_KINDS})"
         raise ConfigError(
             f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; {remedy}"
         ) from error
-
-
-def _cause_of(error: Exception) -> Exception:
-    """Return the cause of an error of the library.
-
-    The text of the error itself says only that a data set could not be generated.
-    """
-    while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
 
 
 def _find(place: Path, name: str) -> list[Path]:
@@ -253,11 +239,6 @@ def _loader(name: str, file: Path) -> str:
 def _kind(file: Path) -> str:
     """Return a file's ending in lower case, without .gz."""
     return (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
-
-
-def _looks_like_a_file(name: str) -> bool:
-    """Return whether a name that may be one on the hub may also name a file."""
-    return ("/" not in name and "." in name) or re.search(r"\.[A-Za-z]\w{0,7}$", name) is not None
 
 
 def _refuse_a_path(name: str, places: list[Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -10,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-_log = logging.getLogger(__name__)
 
 # Number of rows that a stream keeps. The indices of open tickets are never so far apart, even in the deepest queue.
 KEPT_ROWS = 4096
@@ -151,7 +148,6 @@ class Stream:
         self._begin = begin
         self._skip = skip
         self._skipped = 0
-        self._grown = False
         self._from_arrow = from_arrow
         self._keep = keep
         self._kept: dict[RowPosition, Any] = {}
@@ -210,28 +206,11 @@ class Stream:
         return row
 
     def _go_to(self, place: RowPosition) -> None:
-        self._look_for_more()
         self._iterator, self._next, self._skipped = None, place, 0
         if place.number and self._skip is not None:
             self._iterator, self._skipped = self._skip(place.number), place.number
         else:
             self._iterator = self._begin(place.epoch)
-
-    def _look_for_more(self) -> None:
-        """After a later epoch, warn once if its iteration has more rows than the first one had."""
-        if self._grown or self._iterator is None or self._next.number != self.size:
-            return
-        try:
-            next(self._iterator)
-        except (Exception, SystemExit):  # The data set is the user's, and no ticket needs this row.
-            return
-        self._grown = True
-        _log.warning(
-            "Task(dataset=...): the data set gave %d rows in its first epoch and more in epoch %d; the further ones "
-            "are not used: start the run again to have them",
-            self.size,
-            self._next.epoch,
-        )
 
     def _advance(self) -> Any:
         assert self._iterator is not None

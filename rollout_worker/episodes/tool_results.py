@@ -101,13 +101,13 @@ async def cut(text: str, max_tokens: int, count: CountTokens) -> str:
 async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
     """Return the results as the policy may read them: cut, and with special tokens broken."""
     markup = markup_of(chat.tokenizer)
-    short = await cut_results(results, max_tokens, chat)
-    broken = [markup.broken_in(result) for result in short]
-    # A broken text has more tokens than before. A text without special tokens is the same object.
-    return [
-        after if after is before else (await cut_results([after], max_tokens, chat))[0]
-        for before, after in zip(short, broken, strict=True)
-    ]
+    readable = []
+    for result in results:
+        short = await cut_result(result, max_tokens, chat)
+        broken = markup.broken_in(short)
+        # A broken text has more tokens than before. A text without special tokens is the same object.
+        readable.append(short if broken is short else await cut_result(broken, max_tokens, chat))
+    return readable
 
 
 def describe_defused(source: str) -> str:
@@ -119,11 +119,6 @@ def describe_defused(source: str) -> str:
     )
 
 
-async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
-    """Cut the contents of results, counting with the format's tokenizer."""
-    return [await _cut_result(result, max_tokens, chat) for result in results]
-
-
 def texts_changed(content: Content, change: Callable[[str], str]) -> Content:
     """Return content with each text changed; images stay."""
     if isinstance(content, str):
@@ -131,7 +126,7 @@ def texts_changed(content: Content, change: Callable[[str], str]) -> Content:
     return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
 
 
-async def _cut_result(result: ToolResult, max_tokens: int, chat: ChatFormat) -> ToolResult:
+async def cut_result(result: ToolResult, max_tokens: int, chat: ChatFormat) -> ToolResult:
     """Cut each text of a result."""
     texts = [result.content] if isinstance(result.content, str) else [part.get("text", "") for part in result.content]
     if all(_is_short(text, max_tokens) for text in texts):

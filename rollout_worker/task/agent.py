@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from slipstream.protocol.config import ConfigError, RunConfig
-from slipstream.protocol.config.text import nearest
 from slipstream.protocol.messages import MAX_METRIC
 from slipstream.protocol.rollouts import is_counted
-from slipstream.rollout_worker.data.columns import without_empty_prompt
+from slipstream.rollout_worker.data.columns import missing_column, without_empty_prompt
 from slipstream.rollout_worker.task.reward_base import (
     MAX_COLUMNS,
     MAX_METRICS,
@@ -129,13 +128,8 @@ class Agent:
                 )
             needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
             if needed and name != self._reached_by and name not in row:
-                columns = [str(column) for column in row]
-                close = nearest(name, columns)
-                meant = f"did you mean {close}? " if close else ""
-                raise ConfigError(
-                    f"Task(agent=...): {self.name} takes {name!r}, which is not a column of the data set; {meant}the "
-                    f"columns are: {', '.join(columns)}; it may take {self._reached_by!r} besides"
-                )
+                remedy = f"; it may take {self._reached_by!r} besides"
+                raise missing_column(f"Task(agent=...): {self.name}", name, row, remedy)
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns that it is called with."""

@@ -21,12 +21,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from slipstream.protocol import reasons
 from slipstream.protocol.config import ConfigError
 from slipstream.rollout_worker.chat.parsers.base import Message
-from slipstream.rollout_worker.data.columns import EMPTY_PROMPT
+from slipstream.rollout_worker.data.columns import EMPTY_PROMPT, missing_column
 from slipstream.rollout_worker.tools.base import Content
 from slipstream.rollout_worker.tools.function import FunctionTool, converted
 from slipstream.rollout_worker.tools.toolbox import ToolBox
@@ -171,19 +171,6 @@ def _joined(parts: list[Any]) -> str:
     return bounded("".join(part["text"] for part in parts))
 
 
-class Player(Protocol):
-    """Calls one method of an environment instance."""
-
-    async def call(
-        self,
-        method: str,
-        plain: Callable[[Any], Any],
-        timeout_s: float,
-        arguments: dict[str, Any],
-        convert: Callable[[dict[str, Any]], dict[str, Any]] = ...,
-    ) -> Any: ...
-
-
 class MethodTool(FunctionTool):
     """Offers a public method of an environment as a tool.
 
@@ -206,9 +193,9 @@ class MethodTool(FunctionTool):
                 f"{text}. Public methods of an environment are tools: begin the name of one that is not with _"
             ) from None
         self.function = getattr(method, "__func__", method)
-        self._player: Player | None = None
+        self._player: Instance | None = None
 
-    def bound(self, player: Player) -> Self:
+    def bound(self, player: Instance) -> Self:
         tool = copy.copy(self)
         tool._player = player
         return tool
@@ -266,10 +253,8 @@ class EnvironmentInterface:
             return dict(columns)
         by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         if missing := [each.name for each in by_name if each.default is each.empty and each.name not in columns]:
-            raise ConfigError(
-                f"Task(environment=...): {self.cls}.reset takes {missing[0]!r}, which is not a column of the data set; "
-                f"the columns are: {', '.join(map(str, columns))}; write it as def reset(self, **columns)"
-            )
+            taker = f"Task(environment=...): {self.cls}.reset"
+            raise missing_column(taker, missing[0], columns, "; write it as def reset(self, **columns)")
         return {each.name: columns[each.name] for each in by_name if each.name in columns}
 
 

@@ -2,9 +2,6 @@
 
 Invariant: an instance serves one episode at a time. An instance that is `lost`, or that a call still uses, is not used
 again. All user code runs behind the boundary, and so does the deletion of the user's objects (I9).
-
-`PendingInstance` is one environment that is still being made. A constructor in a thread cannot be stopped. It may
-return long after its time-out, or after its episode has gone, and the object that it made must be closed all the same.
 """
 
 from __future__ import annotations
@@ -34,57 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds to close all remaining environments when a worker ends. A supervisor waits longer than this before it kills.
 CLOSE_S = 8.0
-
-
-class PendingInstance:
-    """One call of a factory, which may end long after anybody waits for it.
-
-    Args:
-        factory: Makes an environment.
-
-    Attributes:
-        name: Name of the factory.
-        named: The user's function that errors name.
-        where: The file:line of the factory, or None.
-        call: The call, or None before it starts.
-        holder: Holds the environment once it is made.
-    """
-
-    def __init__(self, factory: Factory) -> None:
-        self.name = name_of(factory)
-        self.named = _named(factory)
-        self.where = defined_at(self.named)
-        self.call: Call | None = None
-        self.holder: Holder | None = None
-        self._factory = factory
-
-    @property
-    def is_over(self) -> bool:
-        """True if the factory made nothing and never will."""
-        return self.holder is None and (self.call is None or self.call.finished.is_set())
-
-    async def made(self, code: UserCode, timeout_s: float) -> tuple[Any, EnvironmentInterface]:
-        """Call the factory.
-
-        Args:
-            code: Runs user code.
-            timeout_s: Seconds that the factory may take.
-
-        Returns:
-            The environment and its interface.
-
-        Raises:
-            UserCodeError: The factory failed or was late.
-        """
-        self.call = code.begin(self._factory, self._read, timeout_s, Kind.ENVIRONMENT, self.named)
-        interface: EnvironmentInterface = await self.call.result()
-        assert self.holder is not None
-        return self.holder(), interface
-
-    def _read(self, found: Any) -> EnvironmentInterface:
-        """Keep the environment that the factory made, and read its interface. It runs where the factory ran."""
-        self.holder = Holder(found)
-        return interface_of(found)
 
 
 def _named(factory: Factory) -> Factory:
@@ -142,8 +88,8 @@ class Pool:
         self._interfaces: dict[str | None, EnvironmentInterface] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._settling: set[asyncio.Task[None]] = set()
-        # Instances that are still being made and whose caller has gone.
-        self._given_up: set[PendingInstance] = set()
+        # Number of instances that are still being made and whose caller has gone.
+        self._given_up = 0
 
     @property
     def idle(self) -> int:
@@ -193,7 +139,7 @@ class Pool:
             async with asyncio.timeout(CLOSE_S):
                 if self._ends:
                     await asyncio.wait(self._ends)
-        if unmade := len(self._given_up):
+        if unmade := self._given_up:
             logger.warning("%d environments were still being made after %g s, and are not closed", unmade, CLOSE_S)
         if late := set(self._ends):
             if len(late) > unmade:
@@ -203,33 +149,44 @@ class Pool:
             await asyncio.wait(late)
 
     async def _made(self, name: str | None) -> Instance:
-        making = PendingInstance(self.factories[name])
+        factory, made = self.factories[name], list[Holder]()
+        named = _named(factory)
+
+        def read(found: Any) -> EnvironmentInterface:
+            """Keep the environment, and read its interface. It runs where the factory ran."""
+            made.append(Holder(found))
+            return interface_of(found)
+
+        call: Call | None = None
         self.alive += 1
         try:
-            made, interface = await making.made(self._code, self._timeout_s)
+            call = self._code.begin(factory, read, self._timeout_s, Kind.ENVIRONMENT, named)
+            interface: EnvironmentInterface = await call.result()
         except BaseException:
-            if making.is_over:
+            if call is None or (call.finished.is_set() and not made):
                 self.alive -= 1
             else:
-                self._given_up.add(making)
-                _spawn(self._closed_when_made(making), self._ends)
+                self._given_up += 1
+                _spawn(self._closed_when_made(call, made, named, name_of(factory)), self._ends)
             raise
-        instance = Instance(name, made, interface, self._code)
+        instance = Instance(name, made[0](), interface, self._code)
         if not self._interfaces.setdefault(name, interface).has(interface):
             text = f"it gave a {interface.cls} with other methods than before; give instances of one class"
             self._discard(instance)
-            raise UserCodeError(text, "TypeError", making.where)
+            raise UserCodeError(text, "TypeError", defined_at(named))
         return instance
 
-    async def _closed_when_made(self, making: PendingInstance) -> None:
-        """Close an environment whose caller has gone, or that failed, if it is made after all."""
-        assert making.call is not None
-        await making.call.finished.wait()
-        self._given_up.discard(making)
-        if making.holder is None:
-            self.alive -= 1
+    async def _closed_when_made(self, call: Call, made: list[Holder], named: Factory, name: str) -> None:
+        """Close an environment whose caller has gone, or that failed, if it is made after all.
+
+        A constructor in a thread cannot be stopped: it may return long after its time-out.
+        """
+        await call.finished.wait()
+        self._given_up -= 1
+        if made:
+            await self._ended(name, named, made[0])
         else:
-            await self._ended(making.name, making.named, making.holder)
+            self.alive -= 1
 
     async def _settled(self, instance: Instance) -> None:
         """Give back an instance that a call still uses. The call was cancelled with its episode.

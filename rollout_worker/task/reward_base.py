@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,8 +150,7 @@ class Reward(Protocol):
 
 
 class Notes:
-    """The notes of one call over a batch of `size` rollouts. `log_metric` and `log_extra` are plain functions, so that
-    copied arguments still write here."""
+    """The notes of one call over a batch of `size` rollouts."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -160,7 +159,6 @@ class Notes:
         self._metrics: dict[str, list[float]] = {}
         self._columns: dict[str, list[str]] = {}
         self._left_out: dict[str, None] = {}
-        self.log_metric, self.log_extra = self._functions()
 
     def close(self) -> Values:
         """Return the notes so far, without rewards. A metric that was noted several times is averaged, as in TRL."""
@@ -178,36 +176,28 @@ class Notes:
                 )
         return values
 
-    def _functions(self) -> tuple[Callable[[str, Any], None], Callable[[str, Sequence[Any]], None]]:
-        def log_metric(name: str, value: float) -> None:
-            """Note a number of this batch; it is averaged over the step."""
-            try:
-                number = float(value)
-            except (TypeError, ValueError, OverflowError):
-                number = math.nan
-            self._add_metric(_name(name), number, value)
-
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            """Note a text about each completion, for people to read."""
-            self._add_column(_name(column), [_text(value) for value in values])
-
-        return log_metric, log_extra
-
-    def _add_metric(self, name: str, value: float, given: object) -> None:
-        shown = _text(repr(given)[:_SHOWN_CHARACTERS])
+    def log_metric(self, name: str, value: Any) -> None:
+        """Note a number of this batch; it is averaged over the step."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        name, shown = _name(name), _text(repr(value)[:_SHOWN_CHARACTERS])
         with self._lock:
             if not self._open:
                 return
             if is_counted(name):
                 self._leave_out(f"log_metric({name!r}, ...): that name is Slipstream's own; choose another")
-            elif not abs(value) <= MAX_METRIC:
+            elif not abs(number) <= MAX_METRIC:
                 self._leave_out(f"log_metric({name!r}, {shown}): give a finite number below {MAX_METRIC:g}")
             elif name not in self._metrics and len(self._metrics) == MAX_METRICS:
                 self._leave_out(f"log_metric({name!r}, ...): {MAX_METRICS} metrics are the most")
             else:
-                self._metrics.setdefault(name, []).append(value)
+                self._metrics.setdefault(name, []).append(number)
 
-    def _add_column(self, column: str, texts: list[str]) -> None:
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Note a text about each completion, for people to read."""
+        column, texts = _name(column), [_text(value) for value in values]
         with self._lock:
             if not self._open:
                 return
@@ -217,6 +207,9 @@ class Notes:
             found = self._columns.setdefault(column, [])
             # Reading one value beyond the maximum shows that there are too many.
             found += texts[: self._size + 1 - len(found)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Notes:
+        return self  # A function that copies its arguments still writes here.
 
     def _leave_out(self, reason: str) -> None:
         if len(self._left_out) < MAX_REASONS:

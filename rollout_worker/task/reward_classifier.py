@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 ROUTE = "/classify"
 
-MODELS_ROUTE = "/v1/models"
-
 # Seconds for the test request before a start. The first request of a server may have to compile.
 ASKED_WITHIN_S = 60.0
 
@@ -37,8 +35,6 @@ REQUESTS = 16
 TEXTS = 32
 
 _MESSAGE_CHARACTERS = 500
-
-_MAX_NAMED = 8
 
 
 def how_to_serve(classifier: str) -> str:
@@ -56,14 +52,6 @@ class _Item(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     data: list[_Item]
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class ClassifierReward:
@@ -166,27 +154,10 @@ class ClassifierReward:
                 message = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
                 text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {message}"
                 if response.status == 404:
-                    text = f"{text}; {await self._why_not_found(session, message)}"
+                    known_as = f"knows the model by another name (see {self._url}/v1/models)"
+                    text = f"{text}; it is not a pooling server, or {known_as}; {self._start()}"
                 raise RewardError(self.name, text, f"HTTP {response.status}", None, retryable=response.status >= 500)
         return self._logits(answer)
-
-    async def _why_not_found(self, session: aiohttp.ClientSession, message: str) -> str:
-        """Find the remedy for a 404. vLLM sends it if the server lacks the route, and if it lacks the model.
-
-        Args:
-            session: Session for a request of the models that the server has.
-            message: Text of the 404.
-        """
-        if "does not exist" not in message:
-            return f"it is not a pooling server; {self._start()}"
-        async with session.get(self._url + MODELS_ROUTE) as response:
-            answer = await response.read()
-        try:
-            served = [model.id for model in msgspec.json.decode(answer, type=_Models).data]
-        except (msgspec.DecodeError, RecursionError):
-            served = []
-        has = f"it serves {', '.join(map(repr, served[:_MAX_NAMED]))}: " if served else ""
-        return f"{has}name the reward as the server does, or {self._start()}"
 
     def _start(self) -> str:
         port = urlsplit(self._url).port

@@ -17,10 +17,9 @@ from typing import Any
 
 from slipstream.protocol import reasons
 from slipstream.protocol.config import ConfigError, RunConfig
-from slipstream.protocol.config.text import nearest
 from slipstream.protocol.messages import MAX_METRIC
 from slipstream.rollout_worker import user_code
-from slipstream.rollout_worker.data.columns import ENVIRONMENTS
+from slipstream.rollout_worker.data.columns import ENVIRONMENTS, missing_column
 from slipstream.rollout_worker.task.reward_base import (
     OWN_REWARD,
     RESULTS,
@@ -61,7 +60,15 @@ class FunctionReward:
             signature = inspect.signature(self._function)
         except (TypeError, ValueError):  # a builtin without a signature
             return
-        self._check_columns(signature, arguments, row)
+        for name, parameter in signature.parameters.items():
+            if name in arguments or parameter.default is not parameter.empty or parameter.kind not in _BY_NAME:
+                continue
+            if name in ("prompt", "completion"):
+                raise ConfigError(
+                    f"Task(rewards=...): {self.name} takes {name!r}, and rewards get lists with one entry for each "
+                    f"completion: name it {name}s"
+                )
+            raise missing_column(f"Task(rewards=...): {self.name}", name, row)
         try:
             signature.bind(**arguments)
         except TypeError as error:
@@ -69,23 +76,6 @@ class FunctionReward:
                 f"Task(rewards=...): {self.name} cannot be called with {', '.join(arguments)} ({error}); write it as "
                 f"def {self.name}(completions, **kwargs)"
             ) from None
-
-    def _check_columns(self, signature: inspect.Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        for name, parameter in signature.parameters.items():
-            needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
-            if needed and name not in given:
-                if name in ("prompt", "completion"):
-                    raise ConfigError(
-                        f"Task(rewards=...): {self.name} takes {name!r}, and rewards get lists with one entry for each "
-                        f"completion: name it {name}s"
-                    )
-                columns = [str(column) for column in row]
-                close = nearest(name, columns)
-                meant = f"did you mean {close}? " if close else ""
-                raise ConfigError(
-                    f"Task(rewards=...): {self.name} takes {name!r}, which is not a column of the data set; {meant}"
-                    f"the columns are: {', '.join(columns)}"
-                )
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Call the function. Raises `RewardError`."""
@@ -297,24 +287,18 @@ def build_rewards(
     config: RunConfig,
     rewards: Sequence[Callable[..., Any] | str],
     weights: Sequence[float] | None,
-    code: user_code.UserCode | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    own: Sequence[str] | None = (),
+    **options: Any,
 ) -> RewardFunctions:
-    """Build a task's rewards with the settings of a run file. `own`: as in `RewardFunctions`. Raises `ConfigError`,
-    also for a classifier without a server."""
+    """Build a task's rewards with the settings of a run file. `options`: others of `RewardFunctions`. Raises
+    `ConfigError`, also for a classifier without a server."""
     return RewardFunctions(
         rewards,
         weights,
         config.worker.reward_timeout_s,
-        code,
         servers=config.task.reward_servers,
         attempts=config.worker.reward_attempts,
         max_steps=config.learner.steps if config.learner.epochs is None else None,
-        clock=clock,
-        sleep=sleep,
-        own=own,
+        **options,
     )
 
 

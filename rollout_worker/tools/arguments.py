@@ -1,12 +1,13 @@
 """Reads the arguments of a call, converts them to the tool's schema where the intention is clear, and checks them.
 
 The policy may write anything, and schemas may come from a server. Therefore only `ArgumentsError` is raised for a
-call, and size and time are bounded. Fit arguments that are not `small` in a thread. The tool itself checks patterns
+call, and size and time are bounded. The tool itself checks patterns
 and similar keywords, because such a check may never end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -202,6 +203,13 @@ class Parameters:
         if problem is not None:
             raise ArgumentsError(f"bad arguments: {_explained(problem)}")
         return Arguments(values, tuple(repairs))
+
+    async def fitted(self, given: Mapping[str, Any] | str, as_text: bool = False) -> Arguments:
+        """Fit as `fit` does, large arguments in a thread because they would block the event loop."""
+        if small(given):
+            return self.fit(given, as_text)
+        arguments: Arguments = await asyncio.to_thread(self.fit, given=given, as_text=as_text)
+        return arguments
 
     def without_nulls(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of a data set's call without each null that the schema does not allow.

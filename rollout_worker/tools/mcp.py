@@ -269,9 +269,8 @@ async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) 
         async with asyncio.timeout(timeout_s):
             schemas: list[dict[str, Any]] = await server.use(listed)
     except TimeoutError:
-        raise ConfigError(
-            f"mcp_servers: {server.shown} did not list its tools within {timeout_s:g} s; {remedy}"
-        ) from None
+        text = await server.with_stderr(f"{server.shown} did not list its tools within {timeout_s:g} s")
+        raise ConfigError(f"mcp_servers: {text}; {remedy}") from None
     except ConfigError:
         raise
     except Exception as error:

@@ -131,13 +131,13 @@ class McpServer:
                     self._give_up(connection)
                 if error.code == CONNECTION_CLOSED:
                     lost = f"the connection to the MCP server {self.shown} was lost: {error}"
-                    raise McpFailed(await self._with_stderr(lost)) from None
+                    raise McpFailed(await self.with_stderr(lost)) from None
                 if is_last or error.code in (*of_call, PARSE_ERROR):
                     answer = self._with_status(without_middle(str(error), _ANSWER_CHARACTERS))
                     raise McpFailed(f"the MCP server {self.shown} answered: {answer}") from None
             except McpFailed as error:
                 self._give_up(connection)
-                raise McpFailed(await self._with_stderr(str(error))) from None
+                raise McpFailed(await self.with_stderr(str(error))) from None
         raise AssertionError("the last try has an end")
 
     def doubt(self, since: float) -> None:
@@ -195,7 +195,7 @@ class McpServer:
             self._connections = [*(each for each in self._connections if not each.ended), connection]
             return connection
         except McpFailed as error:
-            self._failure = await self._with_stderr(self._with_status(str(error)))
+            self._failure = await self.with_stderr(self._with_status(str(error)))
             self._again_at = self._clock() + RETRY_AFTER_S
             raise McpFailed(self._failure) from None
         finally:
@@ -203,7 +203,7 @@ class McpServer:
             if self._stderr is not None:
                 self._stderr.file.close()  # the process has its own
 
-    async def _with_stderr(self, text: str) -> str:
+    async def with_stderr(self, text: str) -> str:
         """Return an error with what a process wrote last."""
         lines = "" if self._stderr is None else await asyncio.to_thread(self._stderr.last_lines)
         return f"{text}; it wrote last: {lines[-_STDERR_CHARACTERS:]}" if lines else text

@@ -11,7 +11,7 @@ import copy
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO, cast
@@ -23,11 +23,10 @@ from slipstream.protocol.addresses import McpServerAddress
 from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from slipstream.rollout_worker.tools.argument_text import short
-from slipstream.rollout_worker.tools.arguments import Arguments, Parameters, small
+from slipstream.rollout_worker.tools.arguments import Parameters
 from slipstream.rollout_worker.tools.base import (
     NAME,
     NAME_CHARACTERS,
-    UNKNOWN,
     ArgumentsError,
     Tool,
     ToolResult,
@@ -45,8 +44,6 @@ DEFAULT_TIMEOUT_S = 60.0
 _ID_CHARACTERS = 128
 
 _KNOWN_CHARACTERS = 2000
-
-_STDERR_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,57 +196,31 @@ class ToolBox:
 
     async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
         if isinstance(call, MalformedCall):
-            return _failure("tool_call", reasons.TOOL_MALFORMED, call.reason)
+            return ToolResult("tool_call", _error_text(call.reason), reasons.TOOL_MALFORMED)
         id = None if call.id is None else encodable(call.id[:_ID_CHARACTERS])
         entry = self._tools.get(call.name)
-        name = call.name if entry is not None else encodable(call.name[:NAME_CHARACTERS])
         if entry is None:
+            name = encodable(call.name[:NAME_CHARACTERS])
             known = ", ".join(self._tools)[:_KNOWN_CHARACTERS] or "none"
-            return _failure(
-                name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
-            )
+            text = _error_text(f"there is no tool {short(name)}; the tools are: {known}")
+            return ToolResult(name, text, reasons.TOOL_UNKNOWN, call_id=id)
+        result = ToolResult(call.name, "", counted_as=entry.counted_as, call_id=id)
         began = time.perf_counter()
-        result = await self._call(entry, name, id, call.arguments, call.as_text)
+        try:
+            arguments = await entry.parameters.fitted(call.arguments, call.as_text)
+            result = replace(result, coerced=bool(arguments.repairs))
+            result = replace(result, content=await entry.tool.call(arguments.values, self._timeout_s))
+        except ArgumentsError as error:
+            result = replace(result, content=_error_text(str(error)), reason=reasons.TOOL_ARGUMENTS)
+        except Exception as error:
+            failure = error if isinstance(error, UserCodeError) else failure_of(error, None)
+            reason = reasons.TIMEOUT if failure.kind == reasons.TIMEOUT else reasons.TOOL_RAISED
+            result = replace(result, content=_error_text(str(failure)), reason=reason, error=failure)
         return replace(result, seconds=time.perf_counter() - began)
 
-    async def _call(
-        self, entry: _Entry, name: str, id: str | None, given: dict[str, Any] | str, as_text: bool
-    ) -> ToolResult:
-        counted, coerced = entry.counted_as, False
-        try:
-            arguments = await _fitted(entry.parameters, given, as_text)
-            coerced = bool(arguments.repairs)
-            content = await entry.tool.call(arguments.values, self._timeout_s)
-            return ToolResult(name, content, None, counted, coerced, call_id=id)
-        except ArgumentsError as error:
-            return _failure(name, reasons.TOOL_ARGUMENTS, str(error), counted, coerced, id=id)
-        except UserCodeError as error:
-            reason = reasons.TIMEOUT if error.kind == reasons.TIMEOUT else reasons.TOOL_RAISED
-            return _failure(name, reason, str(error), counted, coerced, error, id)
-        except Exception as error:
-            failure = failure_of(error, None)
-            return _failure(name, reasons.TOOL_RAISED, str(failure), counted, coerced, failure, id)
 
-
-async def _fitted(parameters: Parameters, given: dict[str, Any] | str, as_text: bool) -> Arguments:
-    """Fit arguments to a tool's parameters, large ones in a thread because they would block the event loop."""
-    if small(given):
-        return parameters.fit(given, as_text)
-    arguments: Arguments = await asyncio.to_thread(parameters.fit, given=given, as_text=as_text)
-    return arguments
-
-
-def _failure(
-    name: str,
-    reason: str,
-    text: str,
-    counted_as: str = UNKNOWN,
-    coerced: bool = False,
-    error: UserCodeError | None = None,
-    id: str | None = None,
-) -> ToolResult:
-    content = encodable(json.dumps({"error": text}, ensure_ascii=False))
-    return ToolResult(name, content, reason, counted_as, coerced, error, id)
+def _error_text(text: str) -> str:
+    return encodable(json.dumps({"error": text}, ensure_ascii=False))
 
 
 @asynccontextmanager
@@ -269,26 +240,12 @@ async def open_tools(
         tools: The task's functions and `Tool` objects.
         mcp_servers: The task's MCP servers.
         code: Runs user code.
-        errors: File for the servers' stderr, open to read and write; None for this process's.
+        errors: File for the servers' stderr; None for this process's.
 
     Raises:
-        ConfigError: A server gives no tools, or tools do not fit together. The text has the end of the servers' stderr
-            if `errors` holds it.
+        ConfigError: A server gives no tools, or tools do not fit together.
     """
     addresses = [*mcp_servers, *config.task.mcp_servers]
-    async with AsyncExitStack() as stack:
-        try:
-            found = await stack.enter_async_context(mcp_tools(addresses, config.task.file.parent, errors=errors))
-        except ConfigError as error:
-            written = "" if "it wrote last: " in str(error) else _written_to(errors)
-            raise ConfigError(f"{error}{written}") from None
+    async with mcp_tools(addresses, config.task.file.parent, errors=errors) as found:
         isolated = config.worker.tool_isolation == "process"
         yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated, processor_of(config))
-
-
-def _written_to(errors: TextIO | None) -> str:
-    if errors is None:
-        return ""
-    errors.seek(0)
-    lines = " | ".join(line.strip() for line in errors.readlines()[-_STDERR_LINES:] if line.strip())
-    return f" (stderr: {lines:.600})" if lines else ""

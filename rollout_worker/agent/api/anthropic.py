@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 
+from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.agent.api.anthropic_request import BlockReader, input_of, read_message_parameters
-from slipstream.rollout_worker.agent.api.base import Answered, Finish, Reading, ReplyChoice, Request, as_object, event
+from slipstream.rollout_worker.agent.api.base import Answered, Finish, ReplyChoice, Request, event
 from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.request import Reading, as_object
 
 # Clients send it back with the thinking; some leave out thinking without one. Nothing is signed here.
 _SIGNATURE = "unsigned"
@@ -81,7 +83,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def _begun(answered: Answered) -> dict[str, Any]:
-    return {"id": f"msg_{answered.name}", "type": "message", "role": "assistant", "model": answered.model}
+    return {"id": f"msg_{answered.name}", "type": "message", "role": "assistant", "model": SERVED_MODEL_NAME}
 
 
 def _ended(choice: ReplyChoice) -> dict[str, Any]:

@@ -12,16 +12,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.rollout_worker.agent.api.base import Reading
-from slipstream.rollout_worker.agent.api.messages import (
-    ApiErrorKind,
-    Call,
-    ChatMessage,
-    MessageReader,
-    order_faults,
-    read_text,
-)
-from slipstream.rollout_worker.agent.api.request import MAX_MESSAGES, READ_PARAMETERS, Asked, read_parameters
+from slipstream.rollout_worker.agent.api.messages import Call, ChatMessage, Faults, MessageReader, read_text
+from slipstream.rollout_worker.agent.api.request import READ_PARAMETERS, Asked, Reading, read_parameters
 from slipstream.rollout_worker.tools.argument_text import short
 from slipstream.rollout_worker.user_code.values import encodable
 
@@ -59,15 +51,14 @@ _UNSHOWN = ("type", "cache_control", "eager_input_streaming")
 _UNFOLLOWED = ("allowed_callers", "defer_loading", "input_examples")
 
 
-def read_message_parameters(given: Mapping[str, Any], reading: Reading, others: list[ApiErrorKind]) -> Asked:
-    """Read everything but the conversation. `others`: its faults. Raises `ApiError`, which names all faults."""
-    chat: dict[str, Any] = {"messages": [{}], "model": given.get("model"), "stream": given.get("stream", False)}
-    faults, unfollowed = list(others), list[ApiErrorKind]()
+def read_message_parameters(given: Mapping[str, Any], reading: Reading, faults: Faults) -> Asked:
+    """Read everything but the conversation. `faults`: its own. Raises `ApiError`, which names all faults."""
+    chat: dict[str, Any] = {"model": given.get("model"), "stream": given.get("stream", False)}
     for name, value in given.items():
         if name in _REFUSED:
-            faults.append(ApiErrorKind(name, _REFUSED[name], "unsupported_parameter"))
+            faults.add(name, _REFUSED[name], "unsupported_parameter")
         elif name in READ_PARAMETERS and name not in _READ:
-            faults.append(ApiErrorKind(name, "chats have it; leave it out", "unknown_parameter"))
+            faults.add(name, "chats have it; leave it out", "unknown_parameter")
         elif name not in _READ and name not in _HARMLESS:
             chat[name] = value
     chat["max_completion_tokens"] = given.get("max_tokens")
@@ -75,10 +66,10 @@ def read_message_parameters(given: Mapping[str, Any], reading: Reading, others: 
     thinking = given.get("thinking", {"type": "disabled"})
     if thinking != {"type": "disabled"}:
         text = "the policy thinks as it does; leave it out, or set chat.chat_template_kwargs in the run file"
-        unfollowed.append(ApiErrorKind("thinking", text, "unsupported_value"))
+        faults.add_unfollowed("thinking", text)
     output = given.get("output_config", {})
     if not isinstance(output, dict):
-        faults.append(ApiErrorKind("output_config", f"{short(output)}; give an object", "invalid_type"))
+        faults.add("output_config", f"{short(output)}; give an object", "invalid_type")
         output = {}
     chat["reasoning_effort"] = output.get("effort")
     form = output.get("format", given.get("output_format"))
@@ -86,45 +77,41 @@ def read_message_parameters(given: Mapping[str, Any], reading: Reading, others: 
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     chat["response_format"] = form
     if (tools := given.get("tools")) is not None:
-        chat["tools"] = list(_tools(tools, faults, unfollowed)) if isinstance(tools, list) else tools
+        chat["tools"] = list(_tools(tools, faults)) if isinstance(tools, list) else tools
     chat |= _choice(given.get("tool_choice", {"type": "auto"}), faults)
     return read_parameters(
         chat,
-        reading.model,
-        reading.rollout,
-        reading.temperature,
-        reading.refuse,
+        reading,
         faults,
-        unfollowed,
         lambda param: _OF_CHATS.get(
             param, param.replace(".function.parameters", ".input_schema").replace(".function", "")
         ),
     )
 
 
-def _choice(choice: Any, faults: list[ApiErrorKind]) -> dict[str, Any]:
+def _choice(choice: Any, faults: Faults) -> dict[str, Any]:
     kinds = {"auto": "auto", "any": "required", "none": "none", "tool": None}
     kind = choice.get("type") if isinstance(choice, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        faults.append(ApiErrorKind("tool_choice", f"{short(choice)}; give {{type: auto}}, any, none or tool"))
+        faults.add("tool_choice", f"{short(choice)}; give {{type: auto}}, any, none or tool")
         return {}
     named = {"type": "function", "function": {"name": choice.get("name")}}
     alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     return {"tool_choice": kinds[kind] or named, **alone}
 
 
-def _tools(tools: list[Any], faults: list[ApiErrorKind], unfollowed: list[ApiErrorKind]) -> Iterator[dict[str, Any]]:
+def _tools(tools: list[Any], faults: Faults) -> Iterator[dict[str, Any]]:
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         kind = tool.get("type") if isinstance(tool, dict) else tool
         if kind not in (None, "custom") or not isinstance(tool, dict):
             text = f"{short(kind)}: only the agent's own tools are called; give {{name, description, input_schema}}"
-            faults.append(ApiErrorKind(f"{where}.type", text, "unsupported_value"))
+            faults.add(f"{where}.type", text, "unsupported_value")
             continue
         for name in _UNFOLLOWED:
             if tool.get(name):
                 text = "the policy is shown names, descriptions and schemas; leave it out"
-                unfollowed.append(ApiErrorKind(f"{where}.{name}", text, "unsupported_value"))
+                faults.add_unfollowed(f"{where}.{name}", text)
         function = {name: value for name, value in tool.items() if name not in (*_UNSHOWN, *_UNFOLLOWED)}
         if "input_schema" in function:
             function["parameters"] = function.pop("input_schema")
@@ -136,15 +123,9 @@ class BlockReader(MessageReader):
 
     def read(self, given: Any) -> None:
         """Read the field `messages`."""
-        if not isinstance(given, list) or not given:
-            self._wrong("messages", "give a list of at least one message")
-        elif len(given) > MAX_MESSAGES:
-            self._wrong("messages", f"{len(given)} of them; at most {MAX_MESSAGES} are read")
-        else:
-            for number, message in enumerate(given):
-                self._message(message, f"messages[{number}]")
-            if not self.faults:
-                self.faults += order_faults(self.messages, self._places.__getitem__, "tool_use_id")
+        for where, message in self._listed(given, "messages"):
+            self._message(message, where)
+        self.check_order("tool_use_id")
 
     def system(self, given: Any) -> list[ChatMessage]:
         """Return the system message of a request, if it has one."""
@@ -155,13 +136,13 @@ class BlockReader(MessageReader):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
             text = f"{short(role)}; give one of user, assistant" if isinstance(message, dict) else "give an object"
-            self._wrong(f"{where}.role", text)
+            self.faults.add(f"{where}.role", text)
             return
         content = message.get("content")
         if isinstance(content, str):
             self._add(ChatMessage(role, content), where)
         elif not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-            self._wrong(f"{where}.content", f"{short(content)}; give text, or a list of blocks")
+            self.faults.add(f"{where}.content", f"{short(content)}; give text, or a list of blocks")
         elif role == "assistant":
             self._answer(content, where)
         else:
@@ -187,12 +168,12 @@ class BlockReader(MessageReader):
                 if isinstance(answers, str):
                     self._add(ChatMessage("tool", content or "", answers=answers), place)
                 else:
-                    self._wrong(f"{place}.tool_use_id", f"{short(answers)}; give the id of the tool use it answers")
+                    self.faults.add(f"{place}.tool_use_id", f"{short(answers)}; give the id of the tool use it answers")
             else:
                 texts.append(read_text([block], f"{where}.content", self.faults) or "")
         spoken()
         if not blocks:
-            self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
+            self.faults.add(f"{where}.content", f"a message of role {role} has text; give it")
 
     def _answer(self, blocks: list[dict[str, Any]], where: str) -> None:
         """Read an assistant's message."""
@@ -202,14 +183,14 @@ class BlockReader(MessageReader):
             if kind == "thinking":
                 thought = block.get("thinking")
                 if not isinstance(thought, str):
-                    self._wrong(f"{place}.thinking", f"{short(thought)}; give text")
+                    self.faults.add(f"{place}.thinking", f"{short(thought)}; give text")
                 thoughts.append(str(thought))
             elif kind == "tool_use":
                 id, name, given = block.get("id"), block.get("name"), block.get("input")
                 if isinstance(id, str) and isinstance(name, str) and isinstance(given, dict):
                     calls.append(Call(id, name, _arguments(given)))
                 else:
-                    self._wrong(place, "give {type: tool_use, id, name, input}; the input is an object")
+                    self.faults.add(place, "give {type: tool_use, id, name, input}; the input is an object")
             elif kind != "redacted_thinking":  # which no policy here writes
                 texts.append(read_text([block], f"{where}.content", self.faults) or "")
         reasoning = "\n\n".join(thoughts) if any(thoughts) else None

@@ -12,25 +12,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from slipstream.protocol.config import RolloutSection
-from slipstream.rollout_worker.agent.api.messages import ApiError, ChatMessage
-from slipstream.rollout_worker.agent.api.request import Asked
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a request is checked against.
-
-    Attributes:
-        model: The name of the policy.
-        temperature: The episode's.
-        refuse: Whether what cannot be followed is a fault (`agent.unenforced`).
-    """
-
-    model: str
-    rollout: RolloutSection
-    temperature: float
-    refuse: bool = False
+from slipstream.rollout_worker.agent.api.messages import ChatMessage
+from slipstream.rollout_worker.agent.api.request import Asked, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +65,6 @@ class Answered:
 
     name: str
     created: int
-    model: str
     temperature: float
     top_p: float
     choices: Sequence[ReplyChoice]
@@ -123,13 +105,6 @@ class Reply:
 
     def events(self) -> bytes:
         return b"".join(self.api.events(self.request, self.answered))
-
-
-def as_object(body: Any) -> dict[str, Any]:
-    """Return the fields of a body that are not null. Raises `ApiError`."""
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a {type(body).__name__}; send a JSON object", "invalid_body")
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def event(value: Mapping[str, Any], named: bool = False) -> bytes:

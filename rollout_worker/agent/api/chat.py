@@ -7,17 +7,19 @@ from typing import Any
 
 import msgspec
 
-from slipstream.rollout_worker.agent.api.base import Answered, Reading, ReplyChoice, Request, event, logprobs_of
-from slipstream.rollout_worker.agent.api.messages import Call, read_messages
-from slipstream.rollout_worker.agent.api.request import read_parameters
+from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.rollout_worker.agent.api.base import Answered, ReplyChoice, Request, event, logprobs_of
+from slipstream.rollout_worker.agent.api.messages import Call, ChatReader
+from slipstream.rollout_worker.agent.api.request import Reading, as_object, read_parameters
 
 
 class ChatApi:
     """OpenAI's chat completions; see `Api`."""
 
     def read(self, body: Any, reading: Reading) -> Request:
-        asked = read_parameters(body, reading.model, reading.rollout, reading.temperature, reading.refuse)
-        return Request(asked, read_messages(asked.messages))
+        given, reader = as_object(body), ChatReader()
+        reader.read(given.get("messages"))
+        return Request(read_parameters(given, reading, reader.faults), reader.messages)
 
     def whole(self, request: Request, answered: Answered) -> bytes:
         choices = [
@@ -47,7 +49,7 @@ class ChatApi:
 
 def _object(kind: str, answered: Answered, **fields: Any) -> dict[str, Any]:
     name = f"chatcmpl-{answered.name}"
-    return {"id": name, "object": kind, "created": answered.created, "model": answered.model, **fields}
+    return {"id": name, "object": kind, "created": answered.created, "model": SERVED_MODEL_NAME, **fields}
 
 
 def _usage(answered: Answered) -> dict[str, int]:

@@ -10,7 +10,7 @@ around its text, its text beside calls, and its reasoning.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 
 # Faults that one error names.
 MAX_FAULTS = 32
+
+MAX_MESSAGES = 4096
 
 # Codes that agents branch on: the first is OpenAI's, the others are Slipstream's.
 CONTEXT, TURNS, OVER = "context_length_exceeded", "turn_limit", "episode_over"
@@ -40,12 +42,31 @@ _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
 @dataclass(frozen=True, slots=True)
-class ApiErrorKind:
+class Fault:
     """One fault of a request. `param`: its place, such as messages[2].content."""
 
     param: str
     text: str
     code: str = "invalid_value"
+
+
+@dataclass(slots=True)
+class Faults:
+    """All faults of a request.
+
+    Attributes:
+        wrong: What cannot be read or is not known.
+        unfollowed: What can be read and is not followed, which `agent.unenforced` makes a fault or lets pass.
+    """
+
+    wrong: list[Fault] = field(default_factory=list)
+    unfollowed: list[Fault] = field(default_factory=list)
+
+    def add(self, param: str, text: str, code: str = "invalid_value") -> None:
+        self.wrong.append(Fault(param, text, code))
+
+    def add_unfollowed(self, param: str, text: str, code: str = "unsupported_value") -> None:
+        self.unfollowed.append(Fault(param, text, code))
 
 
 class ApiError(Exception):
@@ -75,10 +96,13 @@ class ApiError(Exception):
         return {"error": error if len(self.params) < 2 else {**error, "params": self.params}}
 
 
-def refusal(faults: Sequence[ApiErrorKind]) -> ApiError:
-    """Return one error, status 400, for all faults of a request."""
-    message = "; ".join(f"{fault.param}: {fault.text}" for fault in faults)
-    return ApiError(400, message, faults[0].code, [fault.param for fault in faults])
+def refusal(faults: Sequence[Fault]) -> ApiError:
+    """Return one error, status 400, for all faults of a request. Of very many it names the first."""
+    named = list(faults[:MAX_FAULTS])
+    if len(faults) > MAX_FAULTS:
+        named.append(Fault("others", f"{len(faults) - MAX_FAULTS} more"))
+    message = "; ".join(f"{fault.param}: {fault.text}" for fault in named)
+    return ApiError(400, message, faults[0].code, [fault.param for fault in named])
 
 
 def over() -> ApiError:
@@ -146,19 +170,7 @@ def repeats(message: ChatMessage, answer: ChatMessage) -> bool:
     return is_text and message.reasoning in (None, answer.reasoning)
 
 
-def read_messages(given: Sequence[Any]) -> list[ChatMessage]:
-    """Read a request's messages. Raises `ApiError`, which names all faults."""
-    reader = _Reader()
-    messages = [each for number, message in enumerate(given) if (each := reader.message(message, number)) is not None]
-    faults = reader.faults or order_faults(messages, lambda number: f"messages[{number}]", "tool_call_id")
-    if faults:
-        raise refusal(faults[:MAX_FAULTS])
-    return messages
-
-
-def read_text(
-    content: Any, where: str, faults: list[ApiErrorKind], parts: Mapping[str, str] = _TEXT_PARTS
-) -> str | None:
+def read_text(content: Any, where: str, faults: Faults, parts: Mapping[str, str] = _TEXT_PARTS) -> str | None:
     """Return a text that is given as one or in parts; None if there is none.
 
     Args:
@@ -169,22 +181,21 @@ def read_text(
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        faults.append(ApiErrorKind(where, f"{short(content)}; give text, or a list of parts"))
+        faults.add(where, f"{short(content)}; give text, or a list of parts")
         return None
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(parts[kind]) if isinstance(part, Mapping) and isinstance(kind, str) and kind in parts else None
+        part = part if isinstance(part, Mapping) else {}
+        kind = part.get("type")
+        text = part.get(parts[kind]) if isinstance(kind, str) and kind in parts else None
         if isinstance(text, str):
             texts.append(text)
         else:
             known = f"{{type: {next(iter(parts))}, text: ...}}"
-            text = f"a part of type {short(kind)}; the policy reads text alone: {known}"
-            faults.append(ApiErrorKind(f"{where}[{number}]", text))
+            faults.add(f"{where}[{number}]", f"a part of type {short(kind)}; the policy reads text alone: {known}")
     return "".join(texts)
 
 
-@dataclass(slots=True)
 class MessageReader:
     """Collects the messages of a request.
 
@@ -193,91 +204,93 @@ class MessageReader:
         faults: What cannot be read.
     """
 
-    messages: list[ChatMessage] = field(default_factory=list, init=False)
-    faults: list[ApiErrorKind] = field(default_factory=list, init=False)
-    _places: list[str] = field(default_factory=list, init=False)
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self.faults = Faults()
+        self._places: list[str] = []
+
+    def check_order(self, answers: str, earlier: Sequence[ChatMessage] = ()) -> None:
+        """Check that tools' messages answer earlier calls, and that it is the policy's turn.
+
+        Args:
+            answers: The field of a tool's message that names the call.
+            earlier: Messages that the conversation goes on from.
+        """
+        if self.faults.wrong or not self.messages:
+            return
+        known = {call.id for each in earlier for call in each.calls}
+        for each, where in zip(self.messages, self._places, strict=True):
+            known.update(call.id for call in each.calls)
+            if each.role == "tool" and each.answers not in known:
+                text = f"{short(each.answers)}: no message before it has a call with this id"
+                self.faults.add(f"{where}.{answers}", text)
+        if self.messages[-1].role == "assistant":
+            text = "the last message is an assistant's, and answers are never continued; end with a user's or a tool's"
+            self.faults.add(f"{self._places[-1]}.role", text)
+
+    def _listed(self, given: Any, name: str) -> list[tuple[str, Any]]:
+        """Return the entries of a list, each with its place. `name`: the field that holds it."""
+        if not isinstance(given, list) or not given:
+            self.faults.add(name, "give a list with at least one entry", "invalid_type")
+            return []
+        if len(given) > MAX_MESSAGES:
+            self.faults.add(name, f"{len(given)} of them; at most {MAX_MESSAGES} are read")
+            return []
+        return [(f"{name}[{number}]", each) for number, each in enumerate(given)]
 
     def _add(self, message: ChatMessage, where: str) -> None:
         self.messages.append(message)
         self._places.append(where)
 
-    def _wrong(self, where: str, text: str) -> None:
-        self.faults.append(ApiErrorKind(where, text))
 
+class ChatReader(MessageReader):
+    """Reads the messages of a request for chat completions."""
 
-def order_faults(messages: Sequence[ChatMessage], where: Callable[[int], str], answers: str) -> list[ApiErrorKind]:
-    """Check that tools' messages answer earlier calls, and that it is the policy's turn.
+    def read(self, given: Any) -> None:
+        """Read the field `messages`."""
+        for where, message in self._listed(given, "messages"):
+            self._message(message, where)
+        self.check_order("tool_call_id")
 
-    Args:
-        where: Returns the place of a message in the request.
-        answers: The field of a tool's message that names the call.
-    """
-    known: set[str] = set()
-    faults = []
-    for number, each in enumerate(messages):
-        known.update(call.id for call in each.calls)
-        if each.role == "tool" and each.answers not in known:
-            text = f"{short(each.answers)}: no message before it has a call with this id"
-            faults.append(ApiErrorKind(f"{where(number)}.{answers}", text))
-    if messages[-1].role == "assistant":
-        text = "the last message is an assistant's, and answers are never continued; end with a user's or a tool's"
-        faults.append(ApiErrorKind(f"{where(len(messages) - 1)}.role", text))
-    return faults
-
-
-@dataclass(slots=True)
-class _Reader:
-    faults: list[ApiErrorKind] = field(default_factory=list)
-
-    def message(self, message: Any, number: int) -> ChatMessage | None:
-        where = f"messages[{number}]"
+    def _message(self, message: Any, where: str) -> None:
         if not isinstance(message, dict):
-            self._wrong(where, f"{short(message)} is no message; give an object with role and content")
-            return None
+            self.faults.add(where, f"{short(message)} is no message; give an object with role and content")
+            return
         role = message.get("role")
         if role not in _ROLES:
-            self._wrong(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}")
-            return None
+            self.faults.add(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}")
+            return
         content = read_text(message.get("content"), f"{where}.content", self.faults)
         for name in _UNREAD:
             if message.get(name):
-                self._wrong(f"{where}.{name}", "it is not known here; leave it out")
+                self.faults.add(f"{where}.{name}", "it is not known here; leave it out")
+        answers = message.get("tool_call_id") if role == "tool" else None
         if role == "assistant":
             calls = tuple(self._calls(message.get("tool_calls"), f"{where}.tool_calls"))
             refused = message.get("refusal")
             content = refused if content is None and isinstance(refused, str) else content
             reasoning = next((text for name in _REASONING if isinstance(text := message.get(name), str)), None)
-            return ChatMessage(role, content, calls, reasoning=reasoning)
-        if message.get("content") is None:
-            self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
-        if role != "tool":
-            return ChatMessage(role, content)
-        answers = message.get("tool_call_id")
-        if not isinstance(answers, str):
-            self._wrong(f"{where}.tool_call_id", f"{short(answers)}; give the id of the call that it answers")
-            return None
-        return ChatMessage(role, content, answers=answers)
+            self._add(ChatMessage(role, content, calls, reasoning=reasoning), where)
+        elif role == "tool" and not isinstance(answers, str):
+            self.faults.add(f"{where}.tool_call_id", f"{short(answers)}; give the id of the call that it answers")
+        else:
+            if message.get("content") is None:
+                self.faults.add(f"{where}.content", f"a message of role {role} has text; give it")
+            self._add(ChatMessage(role, content, answers=answers), where)
 
     def _calls(self, calls: Any, where: str) -> Iterator[Call]:
-        if calls is None:
+        if not isinstance(calls, list | None):
+            self.faults.add(where, f"{short(calls)}; give a list of calls")
             return
-        if not isinstance(calls, list):
-            self._wrong(where, f"{short(calls)}; give a list of calls")
-            return
-        for number, call in enumerate(calls):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            id = call.get("id") if isinstance(call, Mapping) else None
-            name, arguments = (
-                (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
-            )
+        for number, call in enumerate(calls or ()):
+            call = call if isinstance(call, Mapping) else {}
+            function = each if isinstance(each := call.get("function"), Mapping) else {}
+            id, name, arguments = call.get("id"), function.get("name"), function.get("arguments")
             if isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str):
                 yield Call(id, name, arguments)
             else:
                 text = "give {id, type: function, function: {name, arguments}}, all of them text"
-                self._wrong(f"{where}[{number}]", text)
-
-    def _wrong(self, where: str, text: str) -> None:
-        self.faults.append(ApiErrorKind(where, text))
+                self.faults.add(f"{where}[{number}]", text)
 
 
 def _number(text: str) -> float | int:

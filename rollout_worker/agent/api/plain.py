@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from slipstream.protocol.config import RolloutSection
-from slipstream.rollout_worker.agent.api.messages import ApiError, ApiErrorKind, refusal
-from slipstream.rollout_worker.agent.api.request import Asked, read_parameters
+from slipstream.protocol.versions import SERVED_MODEL_NAME
+from slipstream.rollout_worker.agent.api.messages import ApiError, Faults
+from slipstream.rollout_worker.agent.api.request import Asked, Reading, as_object, read_parameters
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "response_format")
 _FLAGS = {"echo": False, "return_token_ids": False, "add_special_tokens": True, "skip_special_tokens": True}
@@ -50,47 +50,38 @@ class PlainChoice:
     finish_reason: str
 
 
-def read_plain(body: Any, model: str, rollout: RolloutSection, temperature: float, refuse: bool = False) -> PlainAsked:
-    """Read a body, decoded from JSON; arguments and errors are those of `read_parameters`."""
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a {type(body).__name__}; send a JSON object", "invalid_body")
-    given = {name: value for name, value in body.items() if value is not None}
-    faults = [
-        ApiErrorKind(name, "it is not known here; chats have it: ask /v1/chat/completions")
-        for name in given
-        if name in _OF_CHATS
-    ]
+def read_plain(body: Any, reading: Reading) -> PlainAsked:
+    """Read a body, decoded from JSON. Raises `ApiError`, which names all faults."""
+    given, faults = as_object(body), Faults()
+    for name in _OF_CHATS:
+        if given.pop(name, None) is not None:
+            faults.add(name, "it is not known here; chats have it: ask /v1/chat/completions")
     prompt = _prompt(given.pop("prompt", None), faults)
     flags = {name: given.pop(name, default) for name, default in _FLAGS.items()}
-    faults += [
-        ApiErrorKind(name, "give true or false", "invalid_type")
-        for name, value in flags.items()
-        if not isinstance(value, bool)
-    ]
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            faults.add(name, "give true or false", "invalid_type")
     if flags["echo"] is True:
-        faults.append(ApiErrorKind("echo", "the prompt is not sent back; leave it out", "unsupported_value"))
+        faults.add("echo", "the prompt is not sent back; leave it out", "unsupported_value")
     if given.pop("best_of", given.get("n", 1)) != given.get("n", 1):
-        faults.append(ApiErrorKind("best_of", "every answer is trained; give n alone", "unsupported_value"))
+        faults.add("best_of", "every answer is trained; give n alone", "unsupported_value")
     logprobs = given.pop("logprobs", None)
     if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
-        faults.append(ApiErrorKind("logprobs", "only the sampled tokens' are known: give 0, or leave it out"))
-    if faults:
-        raise refusal(faults)
-    given |= {"messages": [{}], "logprobs": logprobs is not None}
-    asked = read_parameters(given, model, rollout, temperature, refuse)
+        faults.add("logprobs", "only the sampled tokens' are known: give 0, or leave it out")
+    asked = read_parameters({**given, "logprobs": logprobs is not None}, reading, faults)
     return PlainAsked(
         prompt, asked, flags["return_token_ids"], flags["add_special_tokens"], flags["skip_special_tokens"]
     )
 
 
-def _prompt(given: Any, faults: list[ApiErrorKind]) -> str | list[int]:
+def _prompt(given: Any, faults: Faults) -> str | list[int]:
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         given = given[0]
     is_ids = isinstance(given, list) and all(type(token) is int and token >= 0 for token in given)
     if given and (isinstance(given, str) or is_ids):
         found: str | list[int] = given
         return found
-    faults.append(ApiErrorKind("prompt", "give text, or a list of token ids; one prompt a request, not empty"))
+    faults.add("prompt", "give text, or a list of token ids; one prompt a request, not empty")
     return ""
 
 
@@ -100,7 +91,7 @@ def check_ids(ids: Sequence[int], vocabulary: int) -> None:
         raise ApiError(400, f"prompt: the token id {max(ids)}; there are {vocabulary}", "invalid_value", ["prompt"])
 
 
-def encoded(name: str, model: str, prompt: Sequence[int], choices: Sequence[PlainChoice], asked: PlainAsked) -> bytes:
+def encoded(name: str, prompt: Sequence[int], choices: Sequence[PlainChoice], asked: PlainAsked) -> bytes:
     """Return the body of an answer, as vLLM writes it."""
     sampled = sum(len(choice.ids) for choice in choices)
     return msgspec.json.encode(
@@ -108,7 +99,7 @@ def encoded(name: str, model: str, prompt: Sequence[int], choices: Sequence[Plai
             "id": name,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": SERVED_MODEL_NAME,
             "choices": [
                 {
                     "index": index,

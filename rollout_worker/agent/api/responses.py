@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
+from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.agent.api.base import (
     Answered,
-    Reading,
     ReplyChoice,
     Request,
-    as_object,
     event,
     logprobs_of,
 )
-from slipstream.rollout_worker.agent.api.messages import ApiError, ApiErrorKind, ChatMessage
+from slipstream.rollout_worker.agent.api.messages import ChatMessage, Faults
+from slipstream.rollout_worker.agent.api.request import Reading, as_object
 from slipstream.rollout_worker.agent.api.responses_request import InputReader, instructions_of, read_response_parameters
 from slipstream.rollout_worker.tools.argument_text import short
 
@@ -41,11 +41,10 @@ _REPEATED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A response, and what its conversation adds to that of the response before it; instructions are not kept."""
+    """What the conversation of a response adds to that of the response before it; instructions are not kept."""
 
     before: _Kept | None
     added: tuple[ChatMessage, ...]
-    body: Mapping[str, Any]
 
     def conversation(self) -> list[ChatMessage]:
         found: list[tuple[ChatMessage, ...]] = []
@@ -70,7 +69,7 @@ class ResponsesApi:
         earlier = self._before(given, reader.faults)
         reader.read(given.get("input"))
         system = instructions_of(given, reader.faults)
-        reader.check_order(earlier)
+        reader.check_order("call_id", earlier)
         asked = read_response_parameters(given, reading, reader.faults)
         return Request(asked, [*system, *earlier, *reader.messages], given)
 
@@ -92,23 +91,7 @@ class ResponsesApi:
                 yield told(kind, output_index=place, **fields)
         yield told(response["status"], response=response)
 
-    def kept(self, id: str) -> Mapping[str, Any]:
-        """Return the body of a response. Raises `ApiError`."""
-        return self._named(id).body
-
-    def forget(self, id: str) -> None:
-        """Forget a response. Raises `ApiError`."""
-        for item in self._named(id).body["output"]:
-            self._items.pop(item["id"], None)
-        del self._kept[id]
-
-    def _named(self, id: str) -> _Kept:
-        found = self._kept.get(id)
-        if found is None:
-            raise ApiError(404, f"this episode has stored no response {short(id)}", "response_not_found", ["id"])
-        return found
-
-    def _before(self, given: Mapping[str, Any], faults: list[ApiErrorKind]) -> list[ChatMessage]:
+    def _before(self, given: Mapping[str, Any], faults: Faults) -> list[ChatMessage]:
         """Return the conversation that a request goes on from."""
         id = given.get("previous_response_id")
         if id is None:
@@ -116,7 +99,7 @@ class ResponsesApi:
         found = self._kept.get(id) if isinstance(id, str) else None
         if found is None:
             text = f"{short(id)}: this episode has stored no such response; give the whole input, or store = true"
-            faults.append(ApiErrorKind("previous_response_id", text, "previous_response_not_found"))
+            faults.add("previous_response_id", text, "previous_response_not_found")
             return []
         return found.conversation()
 
@@ -133,7 +116,7 @@ class ResponsesApi:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "model": answered.model,
+            "model": SERVED_MODEL_NAME,
             "output": list(_items(choice, answered.name)),
             **{name: given.get(name, default) for name, default in _REPEATED.items()},
             "temperature": answered.temperature,
@@ -157,7 +140,7 @@ class ResponsesApi:
         earlier = 0 if before is None else len(before.conversation())
         begins = earlier + (given.get("instructions") is not None)
         added = (*request.messages[begins:], choice.reply)
-        self._kept[response["id"]] = _Kept(before, added, response)
+        self._kept[response["id"]] = _Kept(before, added)
         self._items |= {item["id"]: item for item in response["output"]}
 
 

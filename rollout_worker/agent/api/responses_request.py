@@ -6,19 +6,11 @@ The items of one turn (reasoning, text, calls) are one message, as the policy sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from slipstream.rollout_worker.agent.api.base import Reading
-from slipstream.rollout_worker.agent.api.messages import (
-    ApiErrorKind,
-    Call,
-    ChatMessage,
-    MessageReader,
-    order_faults,
-    read_text,
-)
-from slipstream.rollout_worker.agent.api.request import MAX_MESSAGES, Asked, read_parameters
+from slipstream.rollout_worker.agent.api.messages import Call, ChatMessage, Faults, MessageReader, read_text
+from slipstream.rollout_worker.agent.api.request import Asked, Reading, read_parameters
 from slipstream.rollout_worker.tools.argument_text import short
 
 # What a request may ask to be included. What is about tools that are not here changes nothing.
@@ -59,13 +51,12 @@ _ROLES = ("system", "developer", "user")
 _UNSHOWN = ("allowed_callers", "defer_loading", "output_schema")
 
 
-def read_response_parameters(given: Mapping[str, Any], reading: Reading, others: list[ApiErrorKind]) -> Asked:
-    """Read everything but the conversation. `others`: its faults. Raises `ApiError`, which names all faults."""
-    chat: dict[str, Any] = {"messages": [{}], "model": given.get("model")}
-    faults, unfollowed = list(others), list[ApiErrorKind]()
+def read_response_parameters(given: Mapping[str, Any], reading: Reading, faults: Faults) -> Asked:
+    """Read everything but the conversation. `faults`: its own. Raises `ApiError`, which names all faults."""
+    chat: dict[str, Any] = {"model": given.get("model")}
     for name, value in given.items():
         if name in _REFUSED:
-            faults.append(ApiErrorKind(name, _REFUSED[name], "unsupported_parameter"))
+            faults.add(name, _REFUSED[name], "unsupported_parameter")
         elif name not in _READ:
             chat[name] = value
     if (most := given.get("max_output_tokens")) is not None:
@@ -73,75 +64,68 @@ def read_response_parameters(given: Mapping[str, Any], reading: Reading, others:
     if _all(given.get("include", []), str, "include", "give a list of texts", faults):
         chat["logprobs"] = _LOGPROBS in given.get("include", [])
     if given.get("background", False) is not False:
-        faults.append(ApiErrorKind("background", "a response is waited for; leave it out", "unsupported_value"))
+        faults.add("background", "a response is waited for; leave it out", "unsupported_value")
     if not isinstance(given.get("truncation", ""), str):
-        faults.append(
-            ApiErrorKind("truncation", f"{short(given['truncation'])}; give auto or disabled", "invalid_type")
-        )
+        faults.add("truncation", f"{short(given['truncation'])}; give auto or disabled", "invalid_type")
     elif given.get("truncation", "disabled") != "disabled":
-        unfollowed.append(ApiErrorKind("truncation", "nothing is cut; cut the input in the agent", "unsupported_value"))
+        faults.add_unfollowed("truncation", "nothing is cut; cut the input in the agent")
     if not isinstance(given.get("store", True), bool):
-        faults.append(ApiErrorKind("store", f"{short(given['store'])}; give true or false", "invalid_type"))
-    chat |= _forms(given, faults, unfollowed)
+        faults.add("store", f"{short(given['store'])}; give true or false", "invalid_type")
+    chat |= _forms(given, faults)
     if (tools := given.get("tools")) is not None:
-        chat["tools"] = list(_tools(tools, faults, unfollowed)) if isinstance(tools, list) else tools
+        chat["tools"] = list(_tools(tools, faults)) if isinstance(tools, list) else tools
     if (choice := given.get("tool_choice")) is not None:
         named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
         chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if named else choice
     return read_parameters(
         chat,
-        reading.model,
-        reading.rollout,
-        reading.temperature,
-        reading.refuse,
+        reading,
         faults,
-        unfollowed,
         lambda param: _OF_CHATS.get(param, param.replace(".function", "")),
     )
 
 
-def _forms(given: Mapping[str, Any], faults: list[ApiErrorKind], unfollowed: list[ApiErrorKind]) -> dict[str, Any]:
+def _forms(given: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     """Return what `text` and `reasoning` ask for, in the words of chats."""
     text, reasoning = given.get("text", {}), given.get("reasoning", {})
     for name, value in (("text", text), ("reasoning", reasoning)):
         if not isinstance(value, dict):
-            faults.append(ApiErrorKind(name, f"{short(value)}; give an object", "invalid_type"))
+            faults.add(name, f"{short(value)}; give an object", "invalid_type")
             return {}
     found: dict[str, Any] = {"reasoning_effort": reasoning.get("effort"), "verbosity": text.get("verbosity")}
     for name in ("summary", "generate_summary"):
         if reasoning.get(name) not in (None, "auto"):
             kept = "reasoning is given as it was sampled, not as a summary; leave it out"
-            unfollowed.append(ApiErrorKind(f"reasoning.{name}", kept, "unsupported_value"))
+            faults.add_unfollowed(f"reasoning.{name}", kept)
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     return {name: value for name, value in {**found, "response_format": form}.items() if value is not None}
 
 
-def _tools(tools: list[Any], faults: list[ApiErrorKind], unfollowed: list[ApiErrorKind]) -> Iterator[dict[str, Any]]:
+def _tools(tools: list[Any], faults: Faults) -> Iterator[dict[str, Any]]:
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
             text = f"{short(kind)}: only functions are called, by the agent; give {{type: function, name: ...}}"
-            faults.append(ApiErrorKind(f"{where}.type", text, "unsupported_value"))
+            faults.add(f"{where}.type", text, "unsupported_value")
             continue
         for name, value in tool.items():
             if name in _UNSHOWN and value:
                 text = "the policy is shown names, descriptions and parameters; leave it out"
-                unfollowed.append(ApiErrorKind(f"{where}.{name}", text, "unsupported_value"))
+                faults.add_unfollowed(f"{where}.{name}", text)
         shown = {name: value for name, value in tool.items() if name not in ("type", *_UNSHOWN)}
         yield {"type": "function", "function": shown}
 
 
-def _all(values: Any, kind: type, name: str, remedy: str, faults: list[ApiErrorKind]) -> bool:
+def _all(values: Any, kind: type, name: str, remedy: str, faults: Faults) -> bool:
     if isinstance(values, list) and all(isinstance(value, kind) for value in values):
         return True
-    faults.append(ApiErrorKind(name, f"{short(values)}; {remedy}", "invalid_type"))
+    faults.add(name, f"{short(values)}; {remedy}", "invalid_type")
     return False
 
 
-@dataclass(slots=True)
 class InputReader(MessageReader):
     """Reads the items of a request as messages.
 
@@ -149,36 +133,28 @@ class InputReader(MessageReader):
         items: The items of the episode's responses by id, for references.
     """
 
-    items: Mapping[str, Mapping[str, Any]]
+    def __init__(self, items: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._items = items
 
     def read(self, given: Any) -> None:
         """Read the field `input`."""
         if isinstance(given, str):
             self._add(ChatMessage("user", given), "input")
-        elif not isinstance(given, list) or not given:
-            self._wrong("input", "give text, or a list of at least one item")
-        elif len(given) > MAX_MESSAGES:
-            self._wrong("input", f"{len(given)} items; at most {MAX_MESSAGES} are read")
         else:
-            for number, item in enumerate(given):
-                self._item(item, f"input[{number}]")
-
-    def check_order(self, earlier: list[ChatMessage]) -> None:
-        """Check the order of the conversation that goes on from `earlier`."""
-        if not self.faults and self.messages:
-            places = ["input"] * len(earlier) + self._places
-            self.faults += order_faults([*earlier, *self.messages], places.__getitem__, "call_id")
+            for where, item in self._listed(given, "input"):
+                self._item(item, where)
 
     def _item(self, item: Any, where: str) -> None:
         if not isinstance(item, dict):
-            self._wrong(where, f"{short(item)} is no item; give an object with a type")
+            self.faults.add(where, f"{short(item)} is no item; give an object with a type")
             return
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "item_reference" or (kind is None and set(item) == {"id"}):
-            found = self.items.get(item["id"]) if isinstance(item.get("id"), str) else None
+            found = self._items.get(item["id"]) if isinstance(item.get("id"), str) else None
             if found is None:
                 text = f"{short(item.get('id'))}: no response of this episode has an item with this id; give the item"
-                self._wrong(f"{where}.id", text)
+                self.faults.add(f"{where}.id", text)
             else:
                 self._item(found, where)
         elif kind == "message":
@@ -191,7 +167,7 @@ class InputReader(MessageReader):
             self._output(item, where)
         else:
             text = f"an item of type {short(kind)}; the policy reads messages, reasoning, function_call and its output"
-            self._wrong(f"{where}.type", text)
+            self.faults.add(f"{where}.type", text)
 
     def _message(self, item: dict[str, Any], where: str) -> None:
         role, place = item.get("role"), f"{where}.content"
@@ -200,16 +176,16 @@ class InputReader(MessageReader):
             turn = self._turn(where)
             self.messages[-1] = replace(turn, content=_joined(turn.content, content or ""))
         elif role not in _ROLES:
-            self._wrong(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}, assistant")
+            self.faults.add(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}, assistant")
         elif content is None:
-            self._wrong(place, f"a message of role {role} has text; give it")
+            self.faults.add(place, f"a message of role {role} has text; give it")
         else:
             self._add(ChatMessage(role, content), where)
 
     def _reasoning(self, item: dict[str, Any], where: str) -> None:
         content = item.get("content")
         if not content and isinstance(id := item.get("id"), str):  # some clients send the id back without the text
-            content = self.items.get(id, {}).get("content")
+            content = self._items.get(id, {}).get("content")
         text = read_text(content, f"{where}.content", self.faults, _REASONING_PARTS)
         turn = self._turn(where)
         self.messages[-1] = replace(turn, reasoning=_joined(turn.reasoning, text) if text else turn.reasoning)
@@ -217,7 +193,7 @@ class InputReader(MessageReader):
     def _call(self, item: dict[str, Any], where: str) -> None:
         id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
         if not isinstance(id, str) or not isinstance(name, str) or not isinstance(arguments, str):
-            self._wrong(where, "give {type: function_call, call_id, name, arguments}, all of them text")
+            self.faults.add(where, "give {type: function_call, call_id, name, arguments}, all of them text")
             return
         turn = self._turn(where, is_call=True)
         self.messages[-1] = replace(turn, calls=(*turn.calls, Call(id, name, arguments)))
@@ -226,7 +202,7 @@ class InputReader(MessageReader):
         output = read_text(item.get("output"), f"{where}.output", self.faults, _INPUT_PARTS)
         answers = item.get("call_id")
         if not isinstance(answers, str) or output is None:
-            self._wrong(where, "give {type: function_call_output, call_id, output}, both of them text")
+            self.faults.add(where, "give {type: function_call_output, call_id, output}, both of them text")
             return
         self._add(ChatMessage("tool", output, answers=answers), where)
 
@@ -243,12 +219,12 @@ def _joined(before: str | None, text: str) -> str:
     return "\n\n".join(part for part in (before, text) if part)
 
 
-def instructions_of(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> list[ChatMessage]:
+def instructions_of(given: Mapping[str, Any], faults: Faults) -> list[ChatMessage]:
     """Return the system message of a request, if it has instructions."""
     text = given.get("instructions")
     if text is None:
         return []
     if not isinstance(text, str):
-        faults.append(ApiErrorKind("instructions", f"{short(text)}; give text", "invalid_type"))
+        faults.add("instructions", f"{short(text)}; give text", "invalid_type")
         return []
     return [ChatMessage("system", text)]

@@ -187,8 +187,11 @@ def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Pa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"generates": True}, "answers 404.*it is not a pooling server; start it with: vllm serve org/reward-model"),
-        ({"model": "org/another"}, "it serves 'org/another': name the reward as the server does, or start it with"),
+        (
+            {"generates": True},
+            "answers 404.*it is not a pooling server, or .*; start it with: vllm serve org/reward-model",
+        ),
+        ({"model": "org/another"}, "answers 404.*knows the model by another name .*/v1/models.*; start it with"),
         ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 scores for a completion.*one label \(num_labels = 1\)"),
     ],
 )

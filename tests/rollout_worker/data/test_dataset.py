@@ -179,15 +179,15 @@ def test_a_hub_name_goes_to_the_library_with_config_and_split(monkeypatch: pytes
     ]
 
 
-@pytest.mark.parametrize(("name", "meant"), [("rows.xyz", True), ("org/rows.txt", True), ("org/set-v1.5", False)])
-def test_a_name_that_may_be_a_file_s_is_told_as_both(name: str, meant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["rows.xyz", "org/rows.txt", "org/set-v1.5"])
+def test_a_name_that_may_be_a_file_s_is_told_as_both(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: object, **__: object) -> None:
         raise ConnectionError("no hub here")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ConfigError, match="cannot be loaded: ConnectionError") as raised:
+    says = r"cannot be loaded: ConnectionError.*there is no file of that name \(the kinds are .jsonl"
+    with pytest.raises(ConfigError, match=says):
         rows_of(name)
-    assert ("meant as a file? There is none of that name; the kinds are .jsonl" in str(raised.value)) == meant
 
 
 def test_what_the_hub_answers_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_json_lines_are_left_in_their_files(tmp_path: Path) -> None:
     write(tmp_path / "new", "{}").replace(files[0])
     assert list(rows) == QUESTIONS * 2
     assert rows[-1] == QUESTIONS[-1]
-    assert rows[3:6] == [QUESTIONS[3], QUESTIONS[4], QUESTIONS[0]]
+    assert rows[5] == QUESTIONS[0]
     with pytest.raises(IndexError):
         rows[10]
 
@@ -486,12 +486,10 @@ def test_a_stream_that_raises_fails_the_row_and_no_row_before_it() -> None:
             assert rows.place_of(index, 0, True) == (0, index)
 
 
-def test_a_stream_that_grows_says_once_that_its_new_rows_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_stream_that_grows_the_new_rows_are_not_used() -> None:
     lengths = iter([3, 5, 4, 3])
     rows = Stream(lambda epoch: iter(QUESTIONS[: next(lengths)]))
     assert [rows.row_for(index, 0, True).columns["answer"] for index in range(10)] == [0, 1, 2] * 3 + [0]
-    (told,) = caplog.messages
-    assert "gave 3 rows in its first epoch and more in epoch 1; the further ones are not used" in told
 
 
 def test_a_stream_whose_epochs_differ_in_length_says_so() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout_worker.chat.template import TemplateFormat
-from slipstream.rollout_worker.episodes.tool_results import cut, cut_results, token_counter
+from slipstream.rollout_worker.episodes.tool_results import cut, cut_result, token_counter
 from slipstream.rollout_worker.tools.base import ToolResult
 from tests.kit.worker import END_OF_TURN, TOKENIZER
 
@@ -65,7 +65,7 @@ async def test_never_more_tokens_than_allowed(text, most):
 async def test_results_are_cut_one_by_one():
     chat = TemplateFormat(TOKENIZER, [END_OF_TURN], [], "the tiny model")
     results = [ToolResult("a", "x" * 90), ToolResult("b", "y" * 900, reason="raised", call_id="c1")]
-    short, long = await cut_results(results, 100, chat)
+    short, long = [await cut_result(result, 100, chat) for result in results]
     assert short is results[0]
     assert (long.name, long.failed, long.call_id) == ("b", True, "c1")
     assert "characters left out" in long.content

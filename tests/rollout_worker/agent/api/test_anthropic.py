@@ -7,8 +7,8 @@ import pytest
 
 from slipstream.rollout_worker.agent.api.anthropic import AnthropicApi
 from slipstream.rollout_worker.agent.api.anthropic_request import input_of
-from slipstream.rollout_worker.agent.api.base import Reading
 from slipstream.rollout_worker.agent.api.messages import ApiError
+from slipstream.rollout_worker.agent.api.request import Reading
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, client_of
 from tests.kit.api import conforms
@@ -213,7 +213,7 @@ async def test_keys_models_and_errors_are_as_its_client_knows_them():
 
 
 def read(given, refuse=False):
-    reading = Reading("policy", kit.config().rollout, 1.0, refuse)
+    reading = Reading(kit.config().rollout, 1.0, refuse)
     return AnthropicApi().read({"model": "policy", "max_tokens": 9, "messages": [USER], **given}, reading)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.rollout_worker.agent.api.messages import ApiError
 from slipstream.rollout_worker.agent.api.plain import read_plain
+from slipstream.rollout_worker.agent.api.request import Reading
 from slipstream.rollout_worker.agent.session import MODEL
 from tests import kit
 from tests.kit.agent import USER, agent_task, client_of
@@ -113,7 +114,7 @@ async def test_a_text_is_read_as_vllm_reads_it_and_stops_where_it_is_told():
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, param, words):
     with pytest.raises(ApiError, match=words) as caught:
-        read_plain({"model": MODEL, "prompt": [1, 2], **fields}, MODEL, kit.config().rollout, 1.0, refuse=True)
+        read_plain({"model": MODEL, "prompt": [1, 2], **fields}, Reading(kit.config().rollout, 1.0, refuse=True))
     assert param in caught.value.params
 
 

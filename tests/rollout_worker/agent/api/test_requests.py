@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from slipstream.rollout_worker.agent.api import request
+from slipstream.rollout_worker.agent.api.chat import ChatApi
 from slipstream.rollout_worker.agent.api.messages import (
     ApiError,
     Call,
     ChatMessage,
     chained,
     chained_answer,
-    read_messages,
     repeats,
 )
-from slipstream.rollout_worker.agent.api.request import read_parameters
+from slipstream.rollout_worker.agent.api.request import Reading
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER
 
@@ -22,8 +22,13 @@ ROLLOUT = kit.config(rollout={"temperature": 0.7}).rollout
 CALL = {"id": "c1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 1, "b": 2}'}}
 
 
-def read(rollout=ROLLOUT, refuse=False, **fields):
-    return read_parameters({"model": "policy", "messages": [USER], **fields}, "policy", rollout, 0.7, refuse)
+def read(rollout=ROLLOUT, refuse=False, temperature_of_episode=0.7, **fields):
+    reading = Reading(rollout, temperature_of_episode, refuse)
+    return ChatApi().read({"model": "policy", "messages": [USER], **fields}, reading).asked
+
+
+def read_messages(messages):
+    return ChatApi().read({"model": "policy", "messages": messages}, Reading(ROLLOUT, 0.7)).messages
 
 
 def refusal(**fields):
@@ -102,7 +107,7 @@ def test_what_is_honoured():
     ids=str,
 )
 def test_what_passes(fields):
-    assert read(**fields).messages == [USER]
+    assert read(refuse=True, **fields).unenforced == {}
 
 
 @pytest.mark.parametrize("refuse", [True, False])
@@ -176,9 +181,7 @@ def test_an_evaluations_own_temperature_is_named_with_what_is_right_in_both():
     with pytest.raises(
         ApiError, match=r"0\.7 is not 0\.5, .*\(eval\.temperature\).*give endpoint\.temperature"
     ) as caught:
-        read_parameters(
-            {"model": "policy", "messages": [USER], "temperature": 0.7, "top_p": 0.3}, "policy", ROLLOUT, 0.5, True
-        )
+        read(refuse=True, temperature_of_episode=0.5, temperature=0.7, top_p=0.3)
     assert "rollout.temperature" not in str(caught.value)
     assert "(rollout.top_p)" in str(caught.value)
 

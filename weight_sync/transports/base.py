@@ -123,9 +123,6 @@ class Sender(ABC):
     async def meet(self) -> None:  # noqa: B027 - most need not
         """Wait until the workers have joined, while the server answers the call that has them join."""
 
-    async def check_met(self) -> None:  # noqa: B027
-        """Check that they have, after the answer."""
-
     @abstractmethod
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         """Prepare to send. Returns what each worker's `Receiver.receive` gets."""
@@ -215,7 +212,6 @@ class StagedTransport:
         try:
             shares = await gather(*(sender.open(server.url, workers) for sender in self.senders))
             await gather(server.init_transfer({"shares": shares}), *(sender.meet() for sender in self.senders))
-            await gather(*(sender.check_met() for sender in self.senders))
         except BaseException:
             await self.close()
             raise

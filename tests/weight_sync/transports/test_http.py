@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,7 +16,7 @@ import torch
 from aiohttp import web
 
 from slipstream.protocol.config import WeightSyncSection
-from slipstream.weight_sync.server.control import ServerControl
+from slipstream.weight_sync.server.control import ControlError, ServerControl
 from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import StagedTransport, TransferError
 from slipstream.weight_sync.transports.http import chunks, offers
@@ -182,13 +183,14 @@ async def test_a_version_that_is_given_up_while_it_is_hashed_is_not_served_for_e
         assert r.depot.offers._open == {}
 
 
-async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> None:
+async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected() as r:
-        transport = r.made()
-        r.receivers[0]._engine.hooks.clear()
-        with pytest.raises(TransferError, match=r"did not come to http://127\.0\.0\.1:\d+: .*Set weight_sync.host"):
-            await transport.connect(r.controls[0], 1)
-        await transport.close()
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        monkeypatch.setattr(BlobServer, "url", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr("slipstream.weight_sync.transports.http.pull.MAX_REFUSED_S", 0.1)
+        with pytest.raises(ControlError, match=rf"127\.0\.0\.1:{port}.*refused.*Set weight_sync.host"):
+            await r.connect_anew()
 
 
 class TestBrokeOff:
@@ -336,7 +338,7 @@ class TestDelta:
             assert held is not None
             held[5000] ^= 1
             await r.publish(snapshot(2))
-        assert "1 chunks are not right after the delta, and are pulled" in caplog.text
+        assert "1024 bytes were not right after the delta, and were pulled" in caplog.text
 
     async def test_a_payload_cut_short_is_found_and_everything_that_differs_pulled(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

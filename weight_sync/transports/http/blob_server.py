@@ -20,7 +20,7 @@ from aiohttp import web
 from slipstream.protocol.config.sections.base import url_of
 from slipstream.weight_sync.transports.base import TransferError
 from slipstream.weight_sync.transports.http import chunks
-from slipstream.weight_sync.transports.http.chunks import bytes_of
+from slipstream.weight_sync.transports.http.chunks import GREETING, bytes_of
 from slipstream.weight_sync.transports.http.listener import Listener, Throttle, admit, listen
 from slipstream.weight_sync.transports.http.offers import Offers
 
@@ -39,6 +39,7 @@ class BlobServer:
         secret: To be brought with every request, in hex.
         served: Bytes sent so far.
         offers: The snapshots among its blobs.
+        greeting: Key of a blob of one byte, `GREETING`, by which a server finds out whether it reaches this one.
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
@@ -54,8 +55,8 @@ class BlobServer:
         self._host, self._port = host, port
         self._throttle = Throttle(mbytes_per_s * 1e6)
         self._blobs: dict[str, memoryview] = {}
-        self._asked: set[str] = set()
         self.offers = Offers(self)
+        self.greeting = self.put(GREETING)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-blobs", daemon=True)
         self._runner: web.ServerRunner | None = None
@@ -107,11 +108,6 @@ class BlobServer:
 
     def drop(self, key: str) -> None:
         self._blobs.pop(key, None)
-        self._asked.discard(key)
-
-    def asked(self, key: str) -> bool:
-        """Return whether anyone has asked for a part of the blob `key`."""
-        return key in self._asked
 
     async def _listen(self) -> None:
         self._sockets = listen(self._host, self._port)
@@ -153,7 +149,6 @@ class BlobServer:
         found = chunks.parse_range(request.headers.get("Range", ""), len(blob))
         if found is None:
             return web.Response(status=416, text=f"ask for one range within {len(blob)} bytes")
-        self._asked.add(key)
         start, end = found
         response = web.StreamResponse(status=206)
         response.content_length = end - start

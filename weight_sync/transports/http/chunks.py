@@ -20,6 +20,9 @@ CHUNK_BYTES = 8 * 1024**2
 THREADS = 2
 CHUNKS_PREFIX = "/slipstream/chunks/"
 
+# The blob of one byte by which a server finds out whether it reaches the learner.
+GREETING = torch.ones(1, dtype=torch.uint8)
+
 # Bytes written to a connection at once.
 SLICE_BYTES = 256 * 1024
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
@@ -61,11 +64,6 @@ class ChunkList:
         """Return the first byte of a chunk and the byte past its end."""
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.total_bytes)
-
-    def damaged(self, flat: torch.Tensor) -> list[int]:
-        """Return the indices of the chunks of `flat` (uint8 [total_bytes]) whose digest is not the list's."""
-        found = ChunkList.of(flat, self.chunk_bytes)
-        return [i for i, (a, b) in enumerate(zip(found.digests, self.digests, strict=True)) if a != b]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON; `ChunkList(**...)` reads them back."""

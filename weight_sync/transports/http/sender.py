@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from slipstream.protocol.config import WeightSyncSection
 from slipstream.weight_sync.server.cancellation import on_thread
 from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
@@ -69,7 +67,6 @@ class HttpSender(Sender):
         self.key = ""
         self._section = section
         self._blob_server: BlobServer | None = None
-        self._greeting: str | None = None
         self._server_url = ""
         self._base = DeltaBase(section.full_every)
         self._offer: Offer | None = None
@@ -84,25 +81,13 @@ class HttpSender(Sender):
         self._blob_server = blob_server = await on_thread(
             BLOB_SERVERS.take, section.host, section.http_port, section.http_mbytes_per_s
         )
-        self._greeting = blob_server.put(torch.ones(1, dtype=torch.uint8))
-        url = blob_server.url_of(self._greeting)
+        url = blob_server.url_of(blob_server.greeting)
         return asdict(
             HttpInitInfo(
                 *(self.key, blob_server.secret, url, PULL_SHARE * section.timeout_s, section.http_mbytes_per_s),
                 section.bucket_bytes,
             )
         )
-
-    async def check_met(self) -> None:
-        blob_server, greeting = self._blob_server, self._greeting
-        assert blob_server is not None
-        assert greeting is not None
-        if not blob_server.asked(greeting):
-            raise TransferError(
-                f"{self._server_url}: its workers did not come to {blob_server.url}: is that where they reach the "
-                f"learner? Set weight_sync.host, and a weight_sync.http_port that is open to them"
-            )
-        self._drop_greeting(blob_server)
 
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         blob_server = self._blob_server
@@ -139,18 +124,12 @@ class HttpSender(Sender):
         blob_server, self._blob_server = self._blob_server, None
         if blob_server is not None:
             _KEYS.leave(self.key)
-            self._drop_greeting(blob_server)
             await on_thread(BLOB_SERVERS.leave, blob_server)
 
     @property
     def _own_url(self) -> str:
         """Where the server passes on what it has pulled."""
         return self._server_url + chunks.CHUNKS_PREFIX + self.key
-
-    def _drop_greeting(self, blob_server: BlobServer) -> None:
-        greeting, self._greeting = self._greeting, None
-        if greeting is not None:
-            blob_server.drop(greeting)
 
     async def _put_delta(self, blob_server: BlobServer, path: DeltaPath, base: str) -> DeltaInfo:
         payload = path.joined

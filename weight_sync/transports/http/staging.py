@@ -146,8 +146,6 @@ class SharedStaging:
             return self._flat
         pid, fd, flat = os.getpid(), self._fd, self._flat
         filling = Record(pid, fd, wanted.total_bytes)
-        if before is not None and before.part_of == wanted.holds:
-            filling = replace(filling, part_of=before.part_of, begun=before.begun)
         self._write(filling)
         try:
             fill(flat, before)

@@ -305,7 +305,6 @@ def test_a_depot_is_shared_until_its_last_holder_leaves(flat: torch.Tensor) -> N
     depots.leave(one)
     pull_of(flat, two, [two.url_of(two.put(flat))]).run()
     depots.leave(two)
-    depots.leave(two)
     with pytest.raises(TransferError):
         pull_of(flat, two, [two.url_of("0" * 16)], timeout_s=0.3).run()
 

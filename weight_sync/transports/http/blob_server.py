@@ -39,6 +39,7 @@ class BlobServer:
         secret: To be brought with every request, in hex.
         served: Bytes sent so far.
         offers: The snapshots among its blobs.
+        holders: Number of those that share it (`SharedBlobServers`).
         greeting: Key of a blob of one byte, `GREETING`, by which a server finds out whether it reaches this one.
     """
 
@@ -52,6 +53,7 @@ class BlobServer:
         """
         self.secret = secrets.token_hex(16)
         self.served = 0
+        self.holders = 0
         self._host, self._port = host, port
         self._throttle = Throttle(mbytes_per_s * 1e6)
         self._blobs: dict[str, memoryview] = {}
@@ -191,29 +193,25 @@ class SharedBlobServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, int, float], tuple[BlobServer, int]] = {}
+        self._servers: dict[tuple[str, int, float], BlobServer] = {}
 
     def take(self, host: str, port: int, mbytes_per_s: float) -> BlobServer:
         """Return the blob server of an address, started if nobody holds it. Raises `TransferError`."""
         place = (host, port, mbytes_per_s)
         with self._lock:
-            blob_server, holders = self._held.get(place, (None, 0))
+            blob_server = self._servers.get(place)
             if blob_server is None:
                 blob_server = BlobServer(*place)
                 blob_server.start()
-            self._held[place] = (blob_server, holders + 1)
+                self._servers[place] = blob_server
+            blob_server.holders += 1
             return blob_server
 
     def leave(self, blob_server: BlobServer) -> None:
-        """Give a blob server back. It stops with its last holder."""
+        """Give a blob server back, once for each `take`. It stops with its last holder."""
         with self._lock:
-            for place, (held, holders) in self._held.items():
-                if held is blob_server:
-                    if holders > 1:
-                        self._held[place] = (held, holders - 1)
-                        return
-                    del self._held[place]
-                    break
-            else:
+            blob_server.holders -= 1
+            if blob_server.holders:
                 return
+            self._servers = {place: other for place, other in self._servers.items() if other is not blob_server}
         blob_server.stop()

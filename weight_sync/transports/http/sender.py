@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import threading
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
@@ -32,28 +31,19 @@ PULL_SHARE = 0.9
 _PROCESS = secrets.token_hex(8)
 
 
-class _Keys:
-    """The transfer keys of this process's open connections. A later connection to a server has the key of an earlier
-    one, and so goes on with a pull that broke off there; two at one time never share one. Call it from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_use: set[str] = set()
-
-    def take(self, server_url: str) -> str:
-        with self._lock:
-            named = (f"{_PROCESS} {number} {server_url}" for number in itertools.count())
-            keys = (digest_of(memoryview(name.encode()))[:16] for name in named)
-            key = next(key for key in keys if key not in self._in_use)
-            self._in_use.add(key)
-            return key
-
-    def leave(self, key: str) -> None:
-        with self._lock:
-            self._in_use.discard(key)
+# Transfer keys of this process's open connections.
+_keys: set[str] = set()
 
 
-_KEYS = _Keys()
+def _take_key(server_url: str) -> str:
+    """Return a transfer key that no open connection has. A later connection to a server has the key of an earlier one,
+    and so goes on with a pull that broke off there."""
+    for number in itertools.count():
+        key = digest_of(memoryview(f"{_PROCESS} {number} {server_url}".encode()))[:16]
+        if key not in _keys:
+            break
+    _keys.add(key)
+    return key
 
 
 class HttpSender(Sender):
@@ -76,7 +66,7 @@ class HttpSender(Sender):
 
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         section, self._server_url = self._section, server_url
-        self.key = _KEYS.take(server_url)
+        self.key = _take_key(server_url)
         self._base = DeltaBase(section.full_every)
         self._blob_server = blob_server = await on_thread(
             BLOB_SERVERS.take, section.host, section.http_port, section.http_mbytes_per_s
@@ -123,7 +113,7 @@ class HttpSender(Sender):
     async def close(self) -> None:
         blob_server, self._blob_server = self._blob_server, None
         if blob_server is not None:
-            _KEYS.leave(self.key)
+            _keys.discard(self.key)
             await on_thread(BLOB_SERVERS.leave, blob_server)
 
     @property

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from blake3 import blake3
 
 from slipstream.protocol.versions import version_of
@@ -159,16 +160,6 @@ def _remove_leftovers(parent: Path) -> None:
     """Remove folders of processes that have ended; another user's stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         number = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if number.isdigit() and not _runs(int(number)):
+        if number.isdigit() and not psutil.pid_exists(int(number)):
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

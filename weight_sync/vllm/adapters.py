@@ -53,7 +53,7 @@ async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> Scor
     """
     which = _which(loaded, name)
     token_ids = given_token_ids(loaded.engine, body)
-    return given_logprobs(await ask_workers(loaded.engine, "slipstream_score_adapter", token_ids, which))
+    return given_logprobs(await ask_workers(loaded.engine, "slipstream_score", token_ids, which))
 
 
 async def layers(loaded: LoadedAdapters, name: str) -> LayerFindings:

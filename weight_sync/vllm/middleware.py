@@ -19,7 +19,7 @@ from slipstream.protocol.log_lines import Repeated
 from slipstream.weight_sync.transports.http import chunks
 from slipstream.weight_sync.vllm import engine_state, guard
 from slipstream.weight_sync.vllm.chunk_route import serve_chunks
-from slipstream.weight_sync.vllm.control_rules import RULES
+from slipstream.weight_sync.vllm.control_rules import RULES, Call
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
 from slipstream.weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
 from slipstream.weight_sync.vllm.engines import ask_states
@@ -101,7 +101,7 @@ class Slipstream:
         rule = RULES.get((scope["method"], guard.route_of(scope)))
         try:
             if rule is not None:
-                await rule(engine, status, self._app, scope, receive, send)
+                await rule(Call(engine, status, self._app, scope, receive, send))
             else:
                 await self._pass_unless_broken(status, scope, receive, send)
         except RouteError as error:

@@ -86,20 +86,18 @@ class _Config(ctypes.Structure):
     )
 
 
+_COLLECTIVE = (
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+    ctypes.c_void_p,
+)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
     "ncclCommInitRankConfig": (
         *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)),
     ),
     "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
-    "ncclBroadcast": (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-        ctypes.c_void_p,
-    ),
-    "ncclAllReduce": (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-        ctypes.c_void_p,
-    ),
+    "ncclBroadcast": _COLLECTIVE,
+    "ncclAllReduce": _COLLECTIVE,
     "ncclCommAbort": (ctypes.c_void_p,),
 }
 

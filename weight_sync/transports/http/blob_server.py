@@ -11,7 +11,6 @@ import logging
 import secrets
 import socket
 import threading
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -94,9 +93,7 @@ class BlobServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def put(self, flat: torch.Tensor) -> str:

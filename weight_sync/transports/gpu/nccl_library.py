@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.weight_sync.transports.base import TransferError
+
 UNIQUE_ID_BYTES = 128
 
 # Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room beside it. All ranks of a
@@ -26,7 +28,7 @@ _MAGIC = 0xCAFEBEEF
 _LAYOUT = 21800
 
 
-class NcclError(RuntimeError):
+class NcclError(TransferError):
     """A call of NCCL failed, or took too long."""
 
 

@@ -22,7 +22,7 @@ from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
 from slipstream.weight_sync.transports.gpu import communicator
 from slipstream.weight_sync.transports.gpu.communicator import Communicator, Gpu
-from slipstream.weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
+from slipstream.weight_sync.transports.gpu.nccl_library import MAX_BLOCKS
 from slipstream.weight_sync.transports.gpu.nccl_receiver import chunks, fill, wire_order
 from slipstream.weight_sync.weights.checksum import SIZE, checksum
 from slipstream.weight_sync.weights.snapshot import Snapshot
@@ -61,12 +61,9 @@ class Link:
             group's id nobody can join.
         """
         self._size = workers + 1
-        try:
-            self.gpu = await on_thread(communicator.own_gpu)
-            self._unique_id = await on_thread(self.gpu.library.unique_id)
-            self._group = Communicator(self.gpu, self._timeout_s, self._max_blocks)
-        except NcclError as error:
-            raise TransferError(str(error)) from error
+        self.gpu = await on_thread(communicator.own_gpu)
+        self._unique_id = await on_thread(self.gpu.library.unique_id)
+        self._group = Communicator(self.gpu, self._timeout_s, self._max_blocks)
         return {"nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._size}
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -83,18 +80,11 @@ class Link:
         """Run `work(*arguments)`, which uses the group, on a thread. The group ends with an error or a cancellation.
 
         Raises:
-            TransferError: NCCL reported an error.
+            NcclError: NCCL reported an error.
         """
         group = self.group
-
-        def worked() -> None:
-            try:
-                work(*arguments)
-            except NcclError as error:
-                raise TransferError(f"the transfer broke off: {error}") from error
-
         try:
-            await on_thread(worked, cancelled=group.stop)
+            await on_thread(work, *arguments, cancelled=group.stop)
         except BaseException:
             group.stop()
             await shielded(self.close())

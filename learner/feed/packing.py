@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
@@ -196,7 +197,7 @@ def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ra
     Raises:
         ValueError: A sample is longer than `token_budget`.
     """
-    by_group = groupby(sorted(samples, key=_group), key=_group)
+    by_group = groupby(sorted(samples, key=attrgetter("group")), key=attrgetter("group"))
     units = [unit for _, group in by_group for unit in _units(list(group), token_budget, branches)]
     lengths = [unit.tokens for unit in units]
     bins = assign(lengths, token_budget)
@@ -217,10 +218,6 @@ class _Unit:
     samples: list[Sample]
     tokens: int
     cost: float
-
-
-def _group(sample: Sample) -> int:
-    return sample.group
 
 
 def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iterator[_Unit]:

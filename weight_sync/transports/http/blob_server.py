@@ -19,7 +19,7 @@ from aiohttp import web
 from slipstream.protocol.config.sections.base import url_of
 from slipstream.weight_sync.transports.base import TransferError
 from slipstream.weight_sync.transports.http import chunks
-from slipstream.weight_sync.transports.http.chunks import GREETING, bytes_of
+from slipstream.weight_sync.transports.http.chunks import bytes_of
 from slipstream.weight_sync.transports.http.listener import Listener, Throttle, admit, listen
 from slipstream.weight_sync.transports.http.offers import Offers
 
@@ -39,7 +39,6 @@ class BlobServer:
         served: Bytes sent so far.
         offers: The snapshots among its blobs.
         holders: Number of those that share it (`SharedBlobServers`).
-        greeting: Key of a blob of one byte, `GREETING`, by which a server finds out whether it reaches this one.
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
@@ -57,7 +56,6 @@ class BlobServer:
         self._throttle = Throttle(mbytes_per_s * 1e6)
         self._blobs: dict[str, memoryview] = {}
         self.offers = Offers(self)
-        self.greeting = self.put(GREETING)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-blobs", daemon=True)
         self._runner: web.ServerRunner | None = None

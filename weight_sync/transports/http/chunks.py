@@ -20,9 +20,6 @@ CHUNK_BYTES = 8 * 1024**2
 THREADS = 2
 CHUNKS_PREFIX = "/slipstream/chunks/"
 
-# The blob of one byte by which a server finds out whether it reaches the learner.
-GREETING = torch.ones(1, dtype=torch.uint8)
-
 # Bytes written to a connection at once.
 SLICE_BYTES = 256 * 1024
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.weight_sync.transports.base import TransferError
-from slipstream.weight_sync.transports.http.chunks import GREETING, ChunkList, bytes_of, digest_of
+from slipstream.weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from slipstream.weight_sync.transports.http.pull import Pull, PullReport
 from slipstream.weight_sync.transports.http.staging import BrokeOff, Record, SharedStaging
 from slipstream.weight_sync.transports.receiver import HostShares, Share, Worker
@@ -22,8 +22,6 @@ from slipstream.weight_sync.weights.delta_codec import DeltaError, apply
 from slipstream.weight_sync.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
-
-_GREETING = ChunkList.of(GREETING)
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class HttpInitInfo:
     Attributes:
         key: Name of the transfer on the server's host, 16 hex digits.
         secret: To be brought to the learner and to other servers.
-        greeting: URL of one byte, to find out whether the learner can be reached.
         timeout_s: Bound on one snapshot, in seconds.
         mbytes_per_s: Bound on what this server passes on, in 10**6 bytes per second; 0 for none.
         bucket_bytes: Bytes that are copied to a GPU at one time.
@@ -41,7 +38,6 @@ class HttpInitInfo:
 
     key: str
     secret: str
-    greeting: str
     timeout_s: float
     mbytes_per_s: float
     bucket_bytes: int
@@ -90,19 +86,12 @@ class HttpReceiver:
     """See `Receiver`. One worker of a host pulls, and the others map its buffer."""
 
     def __init__(self, info: dict[str, Any], worker: Worker) -> None:
-        """Pull one byte from the learner. Raises `TransferError` if it cannot be reached."""
+        """Prepare to pull."""
         self._init = init = HttpInitInfo(**info)
         self._place = (init.key, worker.rank)
         self._shares = HostShares(worker.device, init.bucket_bytes)
         self._pull: Pull | None = None
         self._closed = False
-        try:
-            Pull(_GREETING, init.secret, [init.greeting], memoryview(bytearray(1)), init.timeout_s).run()
-        except TransferError as error:
-            raise TransferError(
-                f"{error}. Is that where this server reaches the learner? Set weight_sync.host, and a "
-                f"weight_sync.http_port that is open to it"
-            ) from error
         left = _UNFINISHED.pop(self._place, None)
         self._whole = left is None
         self._staging = left or SharedStaging(init.key, worker.device)
@@ -212,4 +201,10 @@ class HttpReceiver:
             if pull.abandoned:
                 self._staging.forget_buffer()
                 raise
-            raise BrokeOff(f"{error}; another try of this version goes on from there", pull.begun) from error
+            then = "another try of this version goes on from there"
+            if not pull.report.bytes_pulled:
+                then = (
+                    "is that where this server reaches the learner? Set weight_sync.host, and a weight_sync.http_port "
+                    "that is open to it"
+                )
+            raise BrokeOff(f"{error}; {then}", pull.begun) from error

@@ -71,13 +71,8 @@ class HttpSender(Sender):
         self._blob_server = blob_server = await on_thread(
             BLOB_SERVERS.take, section.host, section.http_port, section.http_mbytes_per_s
         )
-        url = blob_server.url_of(blob_server.greeting)
-        return asdict(
-            HttpInitInfo(
-                *(self.key, blob_server.secret, url, PULL_SHARE * section.timeout_s, section.http_mbytes_per_s),
-                section.bucket_bytes,
-            )
-        )
+        timeout_s, rate = PULL_SHARE * section.timeout_s, section.http_mbytes_per_s
+        return asdict(HttpInitInfo(self.key, blob_server.secret, timeout_s, rate, section.bucket_bytes))
 
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         blob_server = self._blob_server

@@ -99,33 +99,33 @@ class RolloutMetrics:
         """
         values, sums, rollouts = self._values, self._sums, len(self.rewards)
         calls_of, failures_of = self._tools["calls"], self._tools["failures"]
-        found: dict[str, float | None] = {"frac_reward_zero_std": _ratio(sums["flat"], rollouts)}
+        found: dict[str, float | None] = {"frac_reward_zero_std": ratio(sums["flat"], rollouts)}
         for name in [name for name in values if name.startswith("rewards/")]:
             found |= {f"{name}/mean": mean_of(values[name]), f"{name}/std": deviation_of(values[name])}
-        found["completions/clipped_ratio"] = _ratio(rollouts - len(values["terminated_length"]), rollouts)
+        found["completions/clipped_ratio"] = ratio(rollouts - len(values["terminated_length"]), rollouts)
         for name in ("length", "terminated_length"):
             for kind, statistic in (("mean", mean_of), ("min", _least), ("max", _greatest)):
                 found[f"completions/{kind}_{name}"] = statistic(values[name])
         found |= {"rollout/turns_mean": mean_of(values["turns"]), "rollout/turns_max": _greatest(values["turns"])}
         found |= {name: mean_of(values[name]) for name in values if name.startswith("rollout/")}
         found |= {
-            NEW_SEGMENTS: _ratio(sums["new_segments"], rollouts) if sums["new_segments"] else None,
-            "tools/call_frequency": _ratio(sums["calls"], rollouts),
-            "tools/caller_frequency": _ratio(sums["callers"], rollouts),
-            "tools/failure_frequency": _ratio(sums["failures"], sums["calls"]),
+            NEW_SEGMENTS: ratio(sums["new_segments"], rollouts) if sums["new_segments"] else None,
+            "tools/call_frequency": ratio(sums["calls"], rollouts),
+            "tools/caller_frequency": ratio(sums["callers"], rollouts),
+            "tools/failure_frequency": ratio(sums["failures"], sums["calls"]),
         }
         for tool, count in calls_of.items():
             found |= {
-                f"tools/{tool}/call_frequency": _ratio(count, rollouts),
-                f"tools/{tool}/failure_frequency": _ratio(failures_of[tool], count),
+                f"tools/{tool}/call_frequency": ratio(count, rollouts),
+                f"tools/{tool}/failure_frequency": ratio(failures_of[tool], count),
                 f"tools/{tool}/call_total": count,
                 f"tools/{tool}/failure_total": failures_of[tool],
             }
-        found |= {f"tools/{tool}/call_s": _ratio(time, calls_of[tool]) for tool, time in self._tools["seconds"].items()}
+        found |= {f"tools/{tool}/call_s": ratio(time, calls_of[tool]) for tool, time in self._tools["seconds"].items()}
         found |= {f"tools/{tool}/coerced_total": count for tool, count in self._tools["coerced"].items()}
         for reason in (f"failures/{reason}" for reason in WHY_FAILED):
             found |= {f"tools/{tool}/{reason}": count for tool, count in self._tools[reason].items()}
-        found |= {f"finish/{reason}": _ratio(count, rollouts) for reason, count in self._finished.items()}
+        found |= {f"finish/{reason}": ratio(count, rollouts) for reason, count in self._finished.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     def task_metrics(self) -> dict[str, float]:
@@ -142,7 +142,8 @@ def _prompt_tokens(rollout: Rollout) -> int:
     )
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
+    """Return `part / whole`; None where the whole is 0."""
     return part / whole if whole else None
 
 

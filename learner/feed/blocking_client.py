@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from slipstream.protocol.client import QueueClient
@@ -34,9 +33,7 @@ class BlockingQueueClient:
         self._wait(self.queue.__aenter__())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._wait(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Self
 
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
@@ -111,9 +110,7 @@ class Feeder:
         self._client.call(lambda _: self._open())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._client.call(lambda _: self._close())
 
     def next_batch(self) -> Batch:
@@ -267,12 +264,7 @@ class Feeder:
                 await self._lease_anew()
                 continue
             self._spans.came(groups)
-            dropped = draft.add(map(LeasedGroup, groups, reply.version_at_arrival))
-            self._spans.dropped(dropped, draft.step, draft.version)
-            if not draft.ticket_ids:
-                self._leases.pop(draft.lease_id, None)
-            if dropped:
-                await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dropped))
+            await self._drop(draft, draft.add(map(LeasedGroup, groups, reply.version_at_arrival)))
 
     async def _lease(self, draft: Draft) -> LeaseReply:
         wait_s = min(LEASE_WAIT_S, self._config.learner.stall_timeout_s)

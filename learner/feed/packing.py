@@ -7,8 +7,9 @@ its own tokens only (`learner.feed.trie`), and the loss is a sum over tokens wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
@@ -169,15 +170,16 @@ class PackedRow:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
-        }
         images = {
             number: RowImage(image.tokens, {name: change(value) for name, value in image.inputs.items()})
             for number, image in self.images.items()
         }
-        return replace(self, **changed, images=images)
+        return replace(self, **changed_tensors(self, change), images=images)
+
+
+def changed_tensors(of: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Return the changed tensors among the fields of a dataclass, by name."""
+    return {name: change(value) for name, value in vars(of).items() if isinstance(value, torch.Tensor)}
 
 
 def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ranks: int = 1) -> list[PackedRow]:
@@ -196,7 +198,7 @@ def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ra
     Raises:
         ValueError: A sample is longer than `token_budget`.
     """
-    by_group = groupby(sorted(samples, key=_group), key=_group)
+    by_group = groupby(sorted(samples, key=attrgetter("group")), key=attrgetter("group"))
     units = [unit for _, group in by_group for unit in _units(list(group), token_budget, branches)]
     lengths = [unit.tokens for unit in units]
     bins = assign(lengths, token_budget)
@@ -217,10 +219,6 @@ class _Unit:
     samples: list[Sample]
     tokens: int
     cost: float
-
-
-def _group(sample: Sample) -> int:
-    return sample.group
 
 
 def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iterator[_Unit]:

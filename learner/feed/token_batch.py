@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slipstream.learner.feed.packing import Sample
+from slipstream.learner.feed.packing import Sample, changed_tensors
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,7 @@ class TokenBatch:
         return self._each(lambda value: value.to(device))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **changed)
+        return replace(self, **changed_tensors(self, change))
 
 
 def _cut(values: torch.Tensor, rows: slice, longest: int) -> torch.Tensor:

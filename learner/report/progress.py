@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -98,9 +97,7 @@ class TerminalProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             with suppress(OSError, SystemExit):
                 self._live.stop()

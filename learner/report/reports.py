@@ -40,8 +40,10 @@ class Reports:
         self._curve = Curve(config.run_dir / "reward.png")
         self._newest: PublishRecord | None = None
         self._publications_seen = 0
-        self._warns_of_sampler = not config.rollout.accept_sampler_mismatch
-        self._warns_of_experts = True
+        # Each warns once in a session.
+        self._checks = [sampler_checks.no_experts_warning]
+        if not config.rollout.accept_sampler_mismatch:
+            self._checks.append(sampler_checks.sampler_kl_warning)
 
     @property
     def num_tokens(self) -> int:
@@ -63,12 +65,10 @@ class Reports:
     def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
         """Show the same step on the terminal and on the curve."""
         self._progress.show(record)
-        if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.metrics)):  # once in a session
-            self._progress.warn(text)
-            self._warns_of_sampler = False
-        if self._warns_of_experts and (text := sampler_checks.no_experts_warning(record.metrics)):
-            self._progress.warn(text)
-            self._warns_of_experts = False
+        for check in list(self._checks):
+            if (text := check(record.metrics)) is not None:
+                self._progress.warn(text)
+                self._checks.remove(check)
         every = self._config.learner.show_rollout_every
         if samples and every and record.step % every == 0:
             self._progress.show_rollout(samples[0])

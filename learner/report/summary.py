@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from slipstream.learner.feed.rollout_metrics import mean_of, ratio
 from slipstream.learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
 from slipstream.protocol.history import ends_of
 from slipstream.protocol.messages import EQUAL_WITHIN, are_equal
@@ -116,7 +117,7 @@ def summarise(
     return Summary(
         steps=len(steps),
         wall_s=wall_s,
-        step_s_mean=_ratio(wall_s, len(steps)),
+        step_s_mean=ratio(wall_s, len(steps)),
         reward_first10=ends.first if ends else None,
         reward_last10=ends.last if ends else None,
         reward_over=ends.over if ends else 0,
@@ -130,14 +131,14 @@ def summarise(
         groups_dropped=dict(status.drops),
         tokens_sampled=status.tokens_sampled,
         tokens_trained=trained,
-        gen_tokens_per_s=_ratio(status.tokens_sampled, wall_s),
-        train_tokens_per_s=_ratio(trained, wall_s),
-        staleness_mean=_ratio(sum(of.staleness_mean * of.tokens_trained for of in counts), trained),
+        gen_tokens_per_s=ratio(status.tokens_sampled, wall_s),
+        train_tokens_per_s=ratio(trained, wall_s),
+        staleness_mean=ratio(sum(of.staleness_mean * of.tokens_trained for of in counts), trained),
         staleness_max=max((of.staleness_max for of in counts), default=0),
-        learner_wait_share=_ratio(sum(of.wait_s for of in times), wall_s),
+        learner_wait_share=ratio(sum(of.wait_s for of in times), wall_s),
         worker_wait_share=status.worker_wait_share,
         worker_cpu_ms_per_episode=status.worker_cpu_ms_per_episode,
-        learner_cpu_us_per_trained_token=_ratio(1e6 * sum(of.cpu_s for of in times), trained),
+        learner_cpu_us_per_trained_token=ratio(1e6 * sum(of.cpu_s for of in times), trained),
         sync_count=len(published),
         sync_skipped=sum(publication.skipped for publication in published),
         sync_pause_ms_p50=_percentile(pauses_ms, 50),
@@ -146,7 +147,7 @@ def summarise(
         sync_learner_blocked_ms_p50=_percentile([publication.blocked_s * 1e3 for publication in published], 50),
         sync_sent_bytes=sum(publication.sent_bytes for publication in published),
         sync_whole_bytes=sum(publication.whole_bytes for publication in published),
-        sync_share_changed_mean=_mean(
+        sync_share_changed_mean=mean_of(
             [publication.share_changed for publication in published if publication.share_changed is not None]
         ),
         probe_max_abs_diff=max((publication.probe_max_abs_diff for publication in published), default=None),
@@ -187,14 +188,6 @@ def _rewards_differ(step: StepRecord) -> bool:
 def write(run_dir: Path, summary: Summary) -> None:
     """Write `summary.json`."""
     (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

@@ -284,20 +284,8 @@ class SwanLab(_TableTracker):
         }
 
 
-TRACKERS: Mapping[str, Tracker] = {
-    tracker.name: tracker
-    for tracker in (
-        TensorBoard(),
-        Wandb(),
-        Trackio(),
-        CometMl(),
-        Mlflow(),
-        Aim(),
-        ClearMl(),
-        DvcLive(),
-        SwanLab(),
-    )
-}
+_CLASSES: Sequence[type[Tracker]] = (TensorBoard, Wandb, Trackio, CometMl, Mlflow, Aim, ClearMl, DvcLive, SwanLab)
+TRACKERS: Mapping[str, Tracker] = {each.name: each() for each in _CLASSES}
 
 
 def wanted_trackers(section: TrackingSection) -> list[str]:

@@ -175,7 +175,7 @@ from slipstream.weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils
 from slipstream.weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
 from slipstream.weight_sync.vllm.engine.arrivals import Arrivals
-from slipstream.weight_sync.vllm.worker import ProofMixin
+from slipstream.weight_sync.vllm.worker import SlipstreamWorker
 
 shadow_modules.install_torch_packing()
 utils.check_cpu_sgl_kernel = lambda *_: False  # a CPU with AMX would take another kernel for so small a model
@@ -198,7 +198,7 @@ class Server:
     url, proven, reads = "vllm", None, True
 
     async def score(self, sequences):
-        reply = ProofMixin.slipstream_score(worker, sequences)
+        reply = SlipstreamWorker.slipstream_score(worker, sequences)
         return [np.array([row], dtype=np.float32) for row in reply["logprobs"]]
 
     async def layers(self, label):

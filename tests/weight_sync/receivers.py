@@ -218,6 +218,7 @@ class GlooEnd(StagedEnd):
 
 class HttpEnd(StagedEnd):
     name = "http"
+    meets = False
 
     def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
         put = BlobServer.put

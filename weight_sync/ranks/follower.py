@@ -153,8 +153,6 @@ class ShareFollower:
         match call.name:
             case "meet":
                 return await sender.meet()
-            case "check_met":
-                return await sender.check_met()
             case "offer":
                 return await sender.offer_labelled(await checked(await self._snapshot(call)))
             case "send":

@@ -131,9 +131,6 @@ class RemoteSender(Sender):
     async def meet(self) -> None:
         await self._call("meet", timeout_s=None)
 
-    async def check_met(self) -> None:
-        await self._call("check_met")
-
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         # It may wait for a place among the servers that pull.
         found: dict[str, Any] = await self._call("offer", timeout_s=None, snapshot=snapshot.version)

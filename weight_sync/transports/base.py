@@ -123,9 +123,6 @@ class Sender(ABC):
     async def meet(self) -> None:  # noqa: B027 - most need not
         """Wait until the workers have joined, while the server answers the call that has them join."""
 
-    async def check_met(self) -> None:  # noqa: B027
-        """Check that they have, after the answer."""
-
     @abstractmethod
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         """Prepare to send. Returns what each worker's `Receiver.receive` gets."""
@@ -150,55 +147,6 @@ class Sender(ABC):
         """Close the connection. Never raises, and may be called at any time and again."""
 
 
-class AutoTransport:
-    """See `Transport`. Uses the transport that the server was started with, which `connect` asks for."""
-
-    # Only for quantised servers is one chosen that does not stage, and the run file has to name that one.
-    stages = True
-
-    def __init__(self, section: WeightSyncSection, others: OtherSenders) -> None:
-        self._section = section
-        self._others = others
-        self._chosen: Transport | None = None
-
-    @property
-    def sent(self) -> Sent | None:
-        return self._chosen.sent if self._chosen is not None else None
-
-    async def connect(self, server: Engine, workers: int) -> None:
-        found = (await server.state()).transport
-        name = of_backend(found)
-        if name is None:
-            raise TransferError(
-                f"{server.url}: its weight transfer is {found or 'off'}, which Slipstream does not know; start it with "
-                f"slipstream vllm run.toml"
-            )
-        chosen = build_transport(self._section.model_copy(update={"transport": name}), self._others)
-        if not chosen.stages:
-            raise TransferError(
-                f"{server.url} loads weights under the pause ({name}), which is not chosen by itself: set "
-                f"weight_sync.transport = {name}"
-            )
-        if self._section.delta and name not in SEND_DELTAS:
-            logger.warning(
-                "%s: weight_sync.delta = true, and %s, which the server was started with, sends everything; start the "
-                "servers with weight_sync.transport = http, or leave delta out",
-                *(server.url, name),
-            )
-        logger.info("%s: weights travel by %s, which the server was started with", server.url, name)
-        self._chosen = chosen
-        await chosen.connect(server, workers)
-
-    async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
-        if self._chosen is None:
-            raise TransferError("the transport is not connected")
-        await self._chosen.publish(server, snapshot, pause)
-
-    async def close(self) -> None:
-        if self._chosen is not None:
-            await self._chosen.close()
-
-
 class StagedTransport:
     """See `Transport`. `senders`: of each rank that holds a share of the weights, this one's first."""
 
@@ -215,7 +163,6 @@ class StagedTransport:
         try:
             shares = await gather(*(sender.open(server.url, workers) for sender in self.senders))
             await gather(server.init_transfer({"shares": shares}), *(sender.meet() for sender in self.senders))
-            await gather(*(sender.check_met() for sender in self.senders))
         except BaseException:
             await self.close()
             raise
@@ -271,6 +218,38 @@ class StagedTransport:
                 )
 
 
+class AutoTransport(StagedTransport):
+    """Uses the transport that the server was started with, which `connect` asks for. It has to be one that stages: the
+    others are for quantised servers, and the run file has to name them."""
+
+    def __init__(self, section: WeightSyncSection, others: OtherSenders) -> None:
+        super().__init__(section, ())
+        self._others = others
+
+    async def connect(self, server: Engine, workers: int) -> None:
+        found = (await server.state()).transport
+        name = of_backend(found)
+        if name is None:
+            raise TransferError(
+                f"{server.url}: its weight transfer is {found or 'off'}, which Slipstream does not know; start it with "
+                f"slipstream vllm run.toml"
+            )
+        if not TRANSPORTS[name].stages:
+            raise TransferError(
+                f"{server.url} loads weights under the pause ({name}), which is not chosen by itself: set "
+                f"weight_sync.transport = {name}"
+            )
+        if self._section.delta and name not in SEND_DELTAS:
+            logger.warning(
+                "%s: weight_sync.delta = true, and %s, which the server was started with, sends everything; start the "
+                "servers with weight_sync.transport = http, or leave delta out",
+                *(server.url, name),
+            )
+        logger.info("%s: weights travel by %s, which the server was started with", server.url, name)
+        self.senders = _senders(self._section, name, self._others)
+        await super().connect(server, workers)
+
+
 # Seconds of one question whether the workers are ready.
 WATCH_EVERY_S = 1.0
 
@@ -289,10 +268,14 @@ def build_transport(section: WeightSyncSection, others: OtherSenders = no_others
     if name == "auto":
         return AutoTransport(section, others)
     if TRANSPORTS[name].stages:
-        remote = others(name)
-        return StagedTransport(section, [build_sender(of_share(section, 1 + len(remote)), name), *remote])
+        return StagedTransport(section, _senders(section, name, others))
     transport: Transport = _learners_end(name)(section)
     return transport
+
+
+def _senders(section: WeightSyncSection, name: str, others: OtherSenders) -> Sequence[Sender]:
+    remote = others(name)
+    return [build_sender(of_share(section, 1 + len(remote)), name), *remote]
 
 
 def of_share(section: WeightSyncSection, shares: int) -> WeightSyncSection:

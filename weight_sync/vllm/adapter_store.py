@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from blake3 import blake3
 
 from slipstream.protocol.versions import version_of
+from slipstream.weight_sync.vllm.engine_state import RouteError
 
 # Prefix of the folder's name; the id of its process follows.
 PREFIX = "slipstream-adapters-"
@@ -26,14 +28,6 @@ MAX_FILE_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
 # Adapters that arrive at once. More mean that a learner gave up, so the oldest is dropped.
 MAX_ARRIVING = 2
-
-
-class StoreError(Exception):
-    """The server cannot take an adapter that was sent. `status` is the HTTP status of the answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -68,7 +62,7 @@ class AdapterStore:
             Bytes of the file that have arrived.
 
         Raises:
-            StoreError: 409 if bytes before the chunk are missing; 400 or 413 if it is damaged or too large.
+            RouteError: 409 if bytes before the chunk are missing; 400 or 413 if it is damaged or too large.
         """
         _check_name(name)
         if start == 0:
@@ -80,11 +74,11 @@ class AdapterStore:
         arriving = self._arriving.get(name)
         size = arriving.size if arriving else 0
         if arriving is None or start != size:
-            raise StoreError(409, f"{name}: the chunk begins at byte {start}, and {size} bytes are there")
+            raise RouteError(409, f"{name}: the chunk begins at byte {start}, and {size} bytes are there")
         if size + len(chunk) > MAX_FILE_BYTES:
-            raise StoreError(413, f"{name}: larger than {MAX_FILE_BYTES} bytes")
+            raise RouteError(413, f"{name}: larger than {MAX_FILE_BYTES} bytes")
         if blake3(chunk).hexdigest() != digest:
-            raise StoreError(400, f"{name}: the chunk at byte {start} was damaged on its way: its digest is another")
+            raise RouteError(400, f"{name}: the chunk at byte {start} was damaged on its way: its digest is another")
         with arriving.path.open("ab") as file:
             file.write(chunk)
         arriving.size += len(chunk)
@@ -101,22 +95,22 @@ class AdapterStore:
             Its folder, laid out as peft does.
 
         Raises:
-            StoreError: It has not arrived whole, or is not the one that its name says.
+            RouteError: It has not arrived whole, or is not the one that its name says.
         """
         _check_name(name)
         if name in self._whole:
             return self._whole[name]
         arriving = self._arriving.get(name)
         if arriving is None:
-            raise StoreError(409, f"{name}: nothing of it has arrived")
+            raise RouteError(409, f"{name}: nothing of it has arrived")
         if len(config) > MAX_CONFIG_BYTES:
-            raise StoreError(413, f"{name}: its configuration is larger than {MAX_CONFIG_BYTES} bytes")
+            raise RouteError(413, f"{name}: its configuration is larger than {MAX_CONFIG_BYTES} bytes")
         found = blake3(max_threads=1).update_mmap(arriving.path) if arriving.size else blake3()
         if found.update(config.encode()).hexdigest() != digest or digest[:16] != name.rpartition(".")[2]:
             self._drop(name)
-            raise StoreError(400, f"{name}: the file that arrived has another digest than the one sent")
+            raise RouteError(400, f"{name}: the file that arrived has another digest than the one sent")
         if not _is_table(config):
-            raise StoreError(400, f"{name}: its configuration is not a JSON object")
+            raise RouteError(400, f"{name}: its configuration is not a JSON object")
         folder = self.folder / name
         folder.mkdir(mode=0o700)
         arriving.path.rename(folder / "adapter_model.safetensors")
@@ -144,7 +138,7 @@ class AdapterStore:
 
 def _check_name(name: str) -> None:
     if version_of(name) is None:
-        raise StoreError(400, f"{name[:80]!r} is not a name of an adapter")
+        raise RouteError(400, f"{name[:80]!r} is not a name of an adapter")
 
 
 def _is_table(text: str) -> bool:
@@ -159,16 +153,6 @@ def _remove_leftovers(parent: Path) -> None:
     """Remove folders of processes that have ended; another user's stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         number = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if number.isdigit() and not _runs(int(number)):
+        if number.isdigit() and not psutil.pid_exists(int(number)):
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

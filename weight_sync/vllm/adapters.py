@@ -17,26 +17,22 @@ is one, a request for the base is refused (409): none of its tokens could be tra
 from __future__ import annotations
 
 import atexit
-import logging
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.protocol.engine import AdapterReceived, LayerFindings, Scores, to_json
+from slipstream.protocol.engine import AdapterReceived, LayerFindings, Scores
 from slipstream.protocol.versions import HEADER
 from slipstream.weight_sync.vllm import engine_state
-from slipstream.weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from slipstream.weight_sync.vllm.adapter_store import AdapterStore
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
 from slipstream.weight_sync.vllm.engine_state import RouteError, status_of
 from slipstream.weight_sync.vllm.engines import ask_workers
 from slipstream.weight_sync.vllm.loaded_adapters import LoadedAdapters
-from slipstream.weight_sync.vllm.middleware import body_of, bytes_of, problem
+from slipstream.weight_sync.vllm.middleware import body_of, bytes_of, problem, respond
 from slipstream.weight_sync.vllm.routes import given_logprobs, given_token_ids, read
-
-logger = logging.getLogger(__name__)
 
 ROOT = "/slipstream/adapters"
 GENERATE = "/inference/v1/generate"
@@ -53,7 +49,7 @@ async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> Scor
     """
     which = _which(loaded, name)
     token_ids = given_token_ids(loaded.engine, body)
-    return given_logprobs(await ask_workers(loaded.engine, "slipstream_score_adapter", token_ids, which))
+    return given_logprobs(await ask_workers(loaded.engine, "slipstream_score", token_ids, which))
 
 
 async def layers(loaded: LoadedAdapters, name: str) -> LayerFindings:
@@ -82,10 +78,14 @@ class Adapters:
         engine = getattr(state, "engine_client", None)
         if engine is None:
             await self._app(scope, receive, send)
-        elif (refusal := _refusal(engine, scope)) is not None:
-            await refusal(scope, receive, send)
-        elif scope["path"] == ROOT or scope["path"].startswith(f"{ROOT}/"):
-            await self._answer(self._adapters_of(engine, state), scope, receive, send)
+            return
+        try:  # another run's learner must change nothing here
+            engine_state.check_owner(status_of(engine).owner, scope)
+        except RouteError as error:
+            await problem(error.status, error.message)(scope, receive, send)
+            return
+        if scope["path"] == ROOT or scope["path"].startswith(f"{ROOT}/"):
+            await respond(_answered(self._adapters_of(engine, state), scope, receive), scope, receive, send)
         elif scope["path"] == GENERATE and self._loaded is not None and self._loaded.served is not None:
             await self._generate(self._loaded.served, scope, receive, send)
         elif scope["path"] in OF_THE_BASE and self._loaded is not None:
@@ -116,29 +116,9 @@ class Adapters:
 
         await self._app(scope, receive, naming)
 
-    async def _answer(self, loaded: LoadedAdapters, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            answer = await _answered(loaded, scope, receive)
-        except (RouteError, StoreError) as error:
-            await problem(error.status, str(error))(scope, receive, send)
-        except Exception as error:
-            logger.exception("%s failed", scope["path"])
-            await problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
-        else:
-            await JSONResponse(to_json(answer))(scope, receive, send)
-
-
-def _refusal(engine: EngineClient, scope: Scope) -> JSONResponse | None:
-    """Return the refusal of a request by another run's learner, which must change nothing here; None to go on."""
-    try:
-        engine_state.check_owner(status_of(engine).owner, scope)
-    except RouteError as error:
-        return problem(error.status, error.message)
-    return None
-
 
 async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> msgspec.Struct:
-    """Call the route. Raises `RouteError` or `StoreError`."""
+    """Call the route. Raises `RouteError`."""
     name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
     match scope["method"], bool(name), verb:
         case "GET", False, "":

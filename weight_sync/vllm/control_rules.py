@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,84 +93,90 @@ async def _resume(engine: EngineClient, status: EngineStatus, owner: str | None)
         status.break_down(f"the pause of {owner} could not be ended: {type(error).__name__}: {error}")
 
 
-Rule = Callable[[Any, EngineStatus, ASGIApp, Scope, Receive, Send], Awaitable[None]]
+@dataclass(frozen=True)
+class Call:
+    """A request to one of vLLM's control routes, which `app` answers."""
+
+    engine: EngineClient
+    status: EngineStatus
+    app: ASGIApp
+    scope: Scope
+    receive: Receive
+    send: Send
+
+    @property
+    def owner(self) -> str | None:
+        """The lease that it is made under, None for a person's."""
+        owner = dict(self.scope["headers"]).get(LEASE_HEADER)
+        return owner.decode("latin-1") if owner else None
+
+    async def pass_on(self) -> int:
+        """Pass the request on. Returns the status of its answer."""
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await self.send(message)
+
+        await self.app(self.scope, self.receive, noting)
+        return status
 
 
-async def _status_of(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> int:
-    """Pass the request on and returns the status of its answer."""
-    status = 0
-
-    async def noting(message: Message) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        await send(message)
-
-    await app(scope, receive, noting)
-    return status
+Rule = Callable[[Call], Awaitable[None]]
 
 
-def _owner(scope: Scope) -> str | None:
-    owner = dict(scope["headers"]).get(LEASE_HEADER)
-    return owner.decode("latin-1") if owner else None
-
-
-async def pause(
-    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def pause(call: Call) -> None:
     """Pause under a lease with the header `slipstream-owner`; without it for a person, and only a person ends that."""
-    owner = _owner(scope)
+    owner = call.owner
     if owner is not None:
-        grant_pause(engine, owner)
-        await app(scope, receive, send)
+        grant_pause(call.engine, owner)
+        await call.pass_on()
         return
     # Known as a person's before the engine stands still, which may take until its requests have ended.
-    before, status.user_pause = status.user_pause, True
+    before, call.status.user_pause = call.status.user_pause, True
     answered = 0
     try:
-        answered = await _status_of(app, scope, receive, send)
+        answered = await call.pass_on()
     finally:
         if answered != 200:
-            status.user_pause = before
+            call.status.user_pause = before
 
 
-async def resume(
-    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def resume(call: Call) -> None:
     """Resume, unless the run's own learner holds the pause or the model is half loaded. For a person, whoever else
     holds it."""
-    owner = _owner(scope)
-    if not await end_of_swap(status):
+    owner = call.owner
+    if not await end_of_swap(call.status):
         raise RouteError(
             409,
             f"new weights are being swapped in, for more than {SWAP_WITHIN_S:g} s: generation goes on by itself after "
             f"it, and nothing needs to be done; only a pause of your own stands until POST /resume is asked again",
         )
     if owner is None:
-        status.user_pause = False
-        if status.lease_ends is not None and _is_of_owner(status):
+        call.status.user_pause = False
+        if call.status.lease_ends is not None and _is_of_owner(call.status):
             raise RouteError(
                 409,
-                f"{status.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
+                f"{call.status.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
                 f"nothing else needs to be done",
             )
-    elif status.lease_owner not in (None, owner):
-        raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
-    if not status.whole:
+    elif call.status.lease_owner not in (None, owner):
+        raise RouteError(409, f"{call.status.lease_owner!r} holds the pause of this server")
+    if not call.status.whole:
         raise RouteError(409, "the model is half loaded: publish to this server again, or start it again")
-    release_pause(status)
-    if owner is not None and status.user_pause:
+    release_pause(call.status)
+    if owner is not None and call.status.user_pause:
         raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
-    await app(scope, receive, send)
+    await call.pass_on()
 
 
-async def health(
-    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def health(call: Call) -> None:
     """Answer after a running swap, which takes milliseconds and may break the server down."""
-    await end_of_swap(status)
-    if status.broken is not None:
-        raise RouteError(503, status.broken)
-    await app(scope, receive, send)
+    await end_of_swap(call.status)
+    if call.status.broken is not None:
+        raise RouteError(503, call.status.broken)
+    await call.pass_on()
 
 
 async def end_of_swap(status: EngineStatus) -> bool:
@@ -196,28 +203,22 @@ def _stages(engine: EngineClient) -> bool:
     return name is not None and TRANSPORTS[name].stages
 
 
-async def start_update(
-    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def start_update(call: Call) -> None:
     """Open an update. From now on an in-place transport may touch the model."""
-    if not _stages(engine):
-        status.whole = False
-    await app(scope, receive, send)
+    if not _stages(call.engine):
+        call.status.whole = False
+    await call.pass_on()
 
 
-async def finish_update(
-    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def finish_update(call: Call) -> None:
     """End the update of an in-place transport, after which the model is whole."""
-    if _stages(engine):
+    if _stages(call.engine):
         raise RouteError(409, "this transport stages: the weights go live by POST /slipstream/swap")
-    if await _status_of(app, scope, receive, send) == 200:
-        status.whole = True
+    if await call.pass_on() == 200:
+        call.status.whole = True
 
 
-async def label(
-    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def label(call: Call) -> None:
     raise RouteError(409, "weights are labelled when they go live: by POST /slipstream/swap or /finish_weight_update")
 
 

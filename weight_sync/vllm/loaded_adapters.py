@@ -62,7 +62,7 @@ class LoadedAdapters:
 
         Raises:
             RouteError: 422 if vLLM refuses it.
-            StoreError: It has not arrived whole.
+            RouteError: It has not arrived whole.
         """
         async with self._lock:
             if name in self._models.lora_requests:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Awaitable
 from typing import Any
 
+import msgspec
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +21,7 @@ from slipstream.protocol.log_lines import Repeated
 from slipstream.weight_sync.transports.http import chunks
 from slipstream.weight_sync.vllm import engine_state, guard
 from slipstream.weight_sync.vllm.chunk_route import serve_chunks
-from slipstream.weight_sync.vllm.control_rules import RULES
+from slipstream.weight_sync.vllm.control_rules import RULES, Call
 from slipstream.weight_sync.vllm.engine.contract import EngineClient
 from slipstream.weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
 from slipstream.weight_sync.vllm.engines import ask_states
@@ -73,39 +75,31 @@ class Slipstream:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # a run needs none of vLLM's
             return
-        status = status_of(engine)
+        try:
+            await self._route(engine, status_of(engine), scope, receive, send)
+        except RouteError as error:
+            await problem(error.status, error.message)(scope, receive, send)
+
+    async def _route(
+        self, engine: EngineClient, status: EngineStatus, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if status.heartbeat is None:
             status.scale_out = _generates(scope)
             status.heartbeat = asyncio.create_task(watch(engine, status, ask_states))
-        try:
-            engine_state.check_owner(status.owner, scope)
-        except RouteError as error:
-            await problem(error.status, error.message)(scope, receive, send)
-            return
+        engine_state.check_owner(status.owner, scope)
         path = guard.route_of(scope)
         if scope["path"].startswith(chunks.CHUNKS_PREFIX):
             await serve_chunks(scope, send)
         elif scope["path"].startswith(PREFIX):
-            await _answer(engine, scope, receive, send)
+            await respond(_answered(engine, scope, receive), scope, receive, send)
         elif path not in guard.OPEN_ROUTES:
-            await problem(403, f"{scope['method']} {path[:200]} {guard.CLOSED}")(scope, receive, send)
+            raise RouteError(403, f"{scope['method']} {path[:200]} {guard.CLOSED}")
+        elif status.broken is not None:
+            raise RouteError(503, status.broken)
+        elif (rule := RULES.get((scope["method"], path))) is not None:
+            await rule(Call(engine, status, self._app, scope, receive, send))
         else:
-            await self._pass_on(engine, status, scope, receive, send)
-
-    async def _pass_on(
-        self, engine: EngineClient, status: EngineStatus, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if status.broken is not None:
-            await _refuse(status, scope, receive, send)
-            return
-        rule = RULES.get((scope["method"], guard.route_of(scope)))
-        try:
-            if rule is not None:
-                await rule(engine, status, self._app, scope, receive, send)
-            else:
-                await self._pass_unless_broken(status, scope, receive, send)
-        except RouteError as error:
-            await problem(error.status, error.message)(scope, receive, send)
+            await self._pass_unless_broken(status, scope, receive, send)
 
     async def _pass_unless_broken(self, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -125,7 +119,7 @@ class Slipstream:
                 raise
             if begun:
                 raise ConnectionAbortedError(status.broken) from None
-            await _refuse(status, scope, receive, send)
+            raise RouteError(503, status.broken) from None
         finally:
             status.running.discard(task)
 
@@ -147,12 +141,10 @@ def _log_cause_of_end(scope: Scope) -> None:
         logger.error("this server ends: %s", why)
 
 
-async def _answer(engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
-    handler = ROUTES.get((scope["method"], scope["path"]))
+async def respond(work: Awaitable[msgspec.Struct], scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the message that a route of Slipstream returns, or with its error."""
     try:
-        if handler is None:
-            raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
-        answer = await handler(engine, await body_of(receive))
+        answer = await work
         status = 503 if isinstance(answer, EngineState) and answer.reason else 200
         await JSONResponse(to_json(answer), status)(scope, receive, send)
     except RouteError as error:
@@ -160,6 +152,13 @@ async def _answer(engine: EngineClient, scope: Scope, receive: Receive, send: Se
     except Exception as error:
         logger.exception("%s failed", scope["path"])
         await problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
+
+
+async def _answered(engine: EngineClient, scope: Scope, receive: Receive) -> msgspec.Struct:
+    handler = ROUTES.get((scope["method"], scope["path"]))
+    if handler is None:
+        raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
+    return await handler(engine, await body_of(receive))
 
 
 async def bytes_of(receive: Receive) -> bytes:
@@ -186,10 +185,6 @@ async def body_of(receive: Receive) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RouteError(400, "the body is not a JSON object")
     return body
-
-
-async def _refuse(status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
-    await problem(503, status.broken or "")(scope, receive, send)
 
 
 def problem(status: int, message: str) -> JSONResponse:

@@ -130,12 +130,6 @@ def _token_ids(given: Any, vocabulary: int, longest: int) -> list[list[int]]:
     return given
 
 
-PROOF_ROUTES: dict[tuple[str, str], Handler] = {
-    ("POST", "/slipstream/score"): score,
-    ("POST", "/slipstream/layers"): layers,
-}
-
-
 async def state(engine: EngineClient, body: dict[str, Any]) -> EngineState:
     """Return the server's state."""
     status = status_of(engine)
@@ -281,7 +275,7 @@ async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> Swap:
     return Swap(result["pause_s"], result["exchange_s"])
 
 
-SERVER_ROUTES: dict[tuple[str, str], Handler] = {
+ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/slipstream/state"): state,
     ("GET", "/slipstream/facts"): facts,
     ("POST", "/slipstream/staged"): staged,
@@ -289,6 +283,6 @@ SERVER_ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/slipstream/swap"): swap,
     ("POST", "/slipstream/lease"): control_rules.renew_pause,
     ("POST", "/slipstream/goodbye"): goodbye,
+    ("POST", "/slipstream/score"): score,
+    ("POST", "/slipstream/layers"): layers,
 }
-
-ROUTES: dict[tuple[str, str], Handler] = {**SERVER_ROUTES, **PROOF_ROUTES}

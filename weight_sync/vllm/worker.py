@@ -19,21 +19,28 @@ from slipstream.weight_sync.vllm.engine.score_proof import put_under
 logger = logging.getLogger(__name__)
 
 
-class AdapterMixin:
-    """The worker's part in the proof of an adapter."""
+class SlipstreamWorker:
+    """Mixed into vLLM's own worker class, whose attributes these are."""
 
     model_runner: ModelRunner
+    weight_transfer_engine: Any
+    _weight_update_active: bool
     _slipstream_reading: Reading
 
-    def slipstream_score_adapter(self, token_ids: list[list[int]], which: tuple[str, int, str]) -> dict[str, Any]:
-        """As `ProofMixin.slipstream_score`, under the adapter `which`: name, number and folder."""
+    def slipstream_score(self, token_ids: list[list[int]], which: tuple[str, int, str] | None = None) -> dict[str, Any]:
+        """Score sequences under the adapter `which` (name, number and folder), or under the model alone.
+
+        Returns:
+            `logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not.
+        """
         from vllm.lora.request import LoRARequest
 
-        scores = []
         for ids in token_ids:
             if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
                 return {"cannot": reason}
-            put_under(self.model_runner, len(ids), LoRARequest(*which))
+        scores = []
+        for ids in token_ids:
+            put_under(self.model_runner, len(ids), None if which is None else LoRARequest(*which))
             scores.append(score_proof.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}
 
@@ -46,25 +53,6 @@ class AdapterMixin:
         self._slipstream_reading = adapter_proof.AdapterReading(copied, name, Path(folder))
         self._slipstream_reading.start()
         return {}
-
-
-class ProofMixin:
-    """The worker's part in the proof of the model's weights."""
-
-    model_runner: ModelRunner
-    weight_transfer_engine: Any
-    _slipstream_reading: layer_proof.Reading
-
-    def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
-        """Return `logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
-        for ids in token_ids:
-            if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
-                return {"cannot": reason}
-        scores = []
-        for ids in token_ids:
-            put_under(self.model_runner, len(ids), None)
-            scores.append(score_proof.score(self.model_runner, ids))
-        return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_layers(self) -> dict[str, Any]:
         """Begin to read the live layers on a thread. Returns `cannot`, the reason, if that is not possible."""
@@ -82,14 +70,6 @@ class ProofMixin:
         """Return the findings: the fields of `fingerprints.Difference`, {} while they are not complete."""
         reading = self._slipstream_reading
         return {} if reading.is_alive() else reading.result()
-
-
-class StagingMixin:
-    """The worker's part in a swap."""
-
-    weight_transfer_engine: Any
-    # vLLM's own, of its worker.
-    _weight_update_active: bool
 
     def slipstream_staging(self) -> dict[str, Any]:
         """Return `StagedEngine.staging` of this worker, without waiting; and `tower`, whether the weights that embed
@@ -124,12 +104,6 @@ class StagingMixin:
             return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return time.monotonic() - began
 
-
-class RecordsMixin:
-    """The worker's part in what is recorded of requests: the experts of a mixture."""
-
-    model_runner: ModelRunner
-
     def slipstream_forget_records(self, request_ids: list[str]) -> None:
         """Drop what was recorded of these requests, which begin anew. Between two steps of the engine."""
         records: RecordsOfWorker | None = getattr(self.model_runner, "aux_output_connector", None)
@@ -140,7 +114,3 @@ class RecordsMixin:
             keys = [key for request_id in known for key in reversed(records._requests[request_id].aux_output_keys)]
             records._publish_blocks([], release_keys=keys)
             records._teardown(known)
-
-
-class SlipstreamWorker(StagingMixin, ProofMixin, AdapterMixin, RecordsMixin):
-    """Mixed into vLLM's own worker class."""

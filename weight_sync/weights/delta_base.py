@@ -124,25 +124,3 @@ class DeltaBase:
         """Note that `snapshot`, whose bytes have the digest `root`, is on the server."""
         self._base = (snapshot.label, root)
         self._since_full = self._since_full + 1 if by_delta else 1
-
-
-class SharedHistory:
-    """Shares one history among the connections of this process, while there are any. May be used from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._history = DeltaHistory()
-        self._holders = 0
-
-    def take(self) -> DeltaHistory:
-        """Return the history, for a connection that will `leave` it."""
-        with self._lock:
-            self._holders += 1
-            return self._history
-
-    def leave(self) -> None:
-        """Give the history back. The last connection that does frees its copy of the weights."""
-        with self._lock:
-            self._holders -= 1
-            if not self._holders:
-                self._history = DeltaHistory()

@@ -218,7 +218,7 @@ async def test_scores_are_asked_of_the_workers_under_the_adapter(server: Server)
     answer = await server.ask("POST", path, {"token_ids": [[1, 2, 3]]})
     assert answer.body == {"engines": [[[-1.0, -2.0]]]}
     [(method, (ids, (asked, number, folder)))] = server.engine.calls
-    assert (method, ids, asked, number) == ("slipstream_score_adapter", [[1, 2, 3]], name, 1)
+    assert (method, ids, asked, number) == ("slipstream_score", [[1, 2, 3]], name, 1)
     assert is_there(folder)
     server.engine.reply = {"cannot": "its layers are spread over a pipeline"}
     assert (await server.ask("POST", path, {"token_ids": [[1, 2, 3]]})).status == 501

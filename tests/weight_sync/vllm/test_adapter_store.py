@@ -11,7 +11,8 @@ import pytest
 from blake3 import blake3
 
 from slipstream.protocol.versions import name_of, version_of
-from slipstream.weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from slipstream.weight_sync.vllm.adapter_store import AdapterStore
+from slipstream.weight_sync.vllm.engine_state import RouteError
 from slipstream.weight_sync.weights.snapshot import adapter_digest
 
 FILE, CONFIG = bytes(range(256)) * 40, '{"r": 8}'
@@ -42,7 +43,7 @@ def test_what_was_sent_in_chunks_lies_there_as_peft_writes_it(store: AdapterStor
 
 def test_a_chunk_that_is_damaged_on_its_way_is_refused_and_can_be_sent_again(store: AdapterStore) -> None:
     store.append(NAME, 0, FILE[:4000], blake3(FILE[:4000]).hexdigest())
-    with pytest.raises(StoreError, match="damaged on its way") as refused:
+    with pytest.raises(RouteError, match="damaged on its way") as refused:
         store.append(NAME, 4000, b"x" + FILE[4001:8000], blake3(FILE[4000:8000]).hexdigest())
     assert refused.value.status == 400
     assert store.append(NAME, 4000, FILE[4000:], blake3(FILE[4000:]).hexdigest()) == len(FILE)
@@ -56,16 +57,16 @@ def test_a_file_or_a_configuration_that_is_not_the_names_is_refused(store: Adapt
         (FILE, '{"r": 9}', adapter_digest(FILE, '{"r": 9}')),  # right, and another adapter than the name says
     ):
         send(store, file)
-        with pytest.raises(StoreError, match="another digest"):
+        with pytest.raises(RouteError, match="another digest"):
             store.complete(NAME, config, digest)
     assert list(store.folder.iterdir()) == []
 
 
 def test_chunks_out_of_order_say_how_much_is_there(store: AdapterStore) -> None:
-    with pytest.raises(StoreError, match="0 bytes are there"):
+    with pytest.raises(RouteError, match="0 bytes are there"):
         store.append(NAME, 4000, b"", blake3(b"").hexdigest())
     store.append(NAME, 0, FILE[:10], blake3(FILE[:10]).hexdigest())
-    with pytest.raises(StoreError, match="begins at byte 5, and 10 bytes are there") as refused:
+    with pytest.raises(RouteError, match="begins at byte 5, and 10 bytes are there") as refused:
         store.append(NAME, 5, FILE[5:10], blake3(FILE[5:10]).hexdigest())
     assert refused.value.status == 409
 
@@ -73,15 +74,15 @@ def test_chunks_out_of_order_say_how_much_is_there(store: AdapterStore) -> None:
 @pytest.mark.parametrize("name", ["", "policy", "policy-v1", "../x", "policy-v1.0123456789abcdef/..", "policy-v1.XYZ"])
 def test_i8_a_name_from_outside_never_becomes_a_path(store: AdapterStore, name: str) -> None:
     assert version_of(name) is None
-    with pytest.raises(StoreError, match="not a name of an adapter"):
+    with pytest.raises(RouteError, match="not a name of an adapter"):
         store.append(name, 0, b"x", blake3(b"x").hexdigest())
-    with pytest.raises(StoreError, match="not a name of an adapter"):
+    with pytest.raises(RouteError, match="not a name of an adapter"):
         store.complete(name, CONFIG, DIGEST)
 
 
 def test_i8_what_arrives_is_bounded(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.weight_sync.vllm.adapter_store.MAX_FILE_BYTES", 5000)
-    with pytest.raises(StoreError, match="larger than 5000") as refused:
+    with pytest.raises(RouteError, match="larger than 5000") as refused:
         send(store)
     assert refused.value.status == 413
     for version in range(5):

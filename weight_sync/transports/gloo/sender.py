@@ -6,6 +6,7 @@ import logging
 import secrets
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -15,12 +16,13 @@ from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
 from slipstream.weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
 from slipstream.weight_sync.transports.gloo.receiver import DeltaInfo
 from slipstream.weight_sync.transports.gloo.rendezvous import Rendezvous
-from slipstream.weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath, SharedHistory
+from slipstream.weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath
 from slipstream.weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-HISTORY = SharedHistory()
+# The history that the connections of this process share, while there are any: it has a copy of the weights.
+_shared: WeakValueDictionary[str, DeltaHistory] = WeakValueDictionary()
 
 
 class GlooSender(Sender):
@@ -42,7 +44,7 @@ class GlooSender(Sender):
 
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         if self._section.delta and self._history is None:
-            self._history = HISTORY.take()
+            self._history = _shared.setdefault("history", DeltaHistory())
         self._base = DeltaBase(self._section.full_every)
         self._info = await on_thread(self.listen, workers)
         return asdict(self._info)
@@ -136,9 +138,7 @@ class GlooSender(Sender):
         if rendezvous is not None:
             rendezvous.close()
         self._group = None  # blocks until gloo's threads have ended
-        if self._history is not None:
-            self._history = None
-            HISTORY.leave()
+        self._history = None
 
 
 def _check(statuses: list[int]) -> None:

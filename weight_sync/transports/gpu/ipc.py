@@ -20,7 +20,6 @@ from slipstream.weight_sync.server.cancellation import on_thread
 from slipstream.weight_sync.transports.base import Sender, TransferError
 from slipstream.weight_sync.transports.gpu import communicator
 from slipstream.weight_sync.transports.gpu.communicator import FIRST_LOOK_S, LAST_LOOK_S, Gpu, Stream
-from slipstream.weight_sync.transports.gpu.nccl_library import NcclError
 from slipstream.weight_sync.transports.receiver import Share, Weights, Worker
 from slipstream.weight_sync.weights.checksum import SIZE, checksum
 from slipstream.weight_sync.weights.manifest import ALIGNMENT, Manifest
@@ -158,10 +157,7 @@ class IpcSender(Sender):
                 f"{server_url} has {workers} workers, each on a GPU of its own, and ipc is for one GPU that learner "
                 f"and server are on; set weight_sync.transport = nccl_staged for both ends"
             )
-        try:
-            self._gpu = await on_thread(communicator.own_gpu)
-        except NcclError as error:
-            raise TransferError(str(error)) from error
+        self._gpu = await on_thread(communicator.own_gpu)
         section = self._section
         return asdict(IpcInitInfo(self._gpu.uuid, section.bucket_bytes, section.timeout_s))
 

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.weight_sync.transports.base import TransferError
+
 UNIQUE_ID_BYTES = 128
 
 # Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room beside it. All ranks of a
@@ -26,7 +28,7 @@ _MAGIC = 0xCAFEBEEF
 _LAYOUT = 21800
 
 
-class NcclError(RuntimeError):
+class NcclError(TransferError):
     """A call of NCCL failed, or took too long."""
 
 
@@ -86,20 +88,18 @@ class _Config(ctypes.Structure):
     )
 
 
+_COLLECTIVE = (
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+    ctypes.c_void_p,
+)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
     "ncclCommInitRankConfig": (
         *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)),
     ),
     "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
-    "ncclBroadcast": (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-        ctypes.c_void_p,
-    ),
-    "ncclAllReduce": (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-        ctypes.c_void_p,
-    ),
+    "ncclBroadcast": _COLLECTIVE,
+    "ncclAllReduce": _COLLECTIVE,
     "ncclCommAbort": (ctypes.c_void_p,),
 }
 

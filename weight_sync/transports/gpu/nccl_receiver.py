@@ -20,7 +20,6 @@ import torch
 from slipstream.weight_sync.transports.base import TransferError
 from slipstream.weight_sync.transports.gpu import communicator
 from slipstream.weight_sync.transports.gpu.communicator import Communicator
-from slipstream.weight_sync.transports.gpu.nccl_library import NcclError
 from slipstream.weight_sync.transports.receiver import DeviceBuffers, Share, Worker, in_turn
 from slipstream.weight_sync.weights.checksum import SIZE, checksum
 from slipstream.weight_sync.weights.manifest import Bucket, Manifest
@@ -83,18 +82,12 @@ class NcclReceiver:
         return Share(manifest, in_turn(buckets, self._buffers.take, self._begin, trailer=SIZE))
 
     def _begin(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> Callable[[], None]:
-        try:
-            with self._group.stream.current():
-                self._group.broadcast(buffer)
-                done = self._group.stream.mark()
-        except NcclError as error:
-            raise TransferError(f"the transfer broke off: {error}") from error
+        with self._group.stream.current():
+            self._group.broadcast(buffer)
+            done = self._group.stream.mark()
 
         def wait() -> None:
-            try:
-                self._group.wait(f"bucket {number}", done)
-            except NcclError as error:
-                raise TransferError(f"the transfer broke off: {error}") from error
+            self._group.wait(f"bucket {number}", done)
             # On the caller's stream: on the group's it would wait for the next bucket.
             if not torch.equal(checksum(buffer[: bucket.size]), buffer[bucket.size :]):
                 raise TransferError(f"the checksum of bucket {number} is not the learner's: it arrived damaged")

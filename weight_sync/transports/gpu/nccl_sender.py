@@ -22,14 +22,20 @@ from slipstream.weight_sync.server.pause import Pause
 from slipstream.weight_sync.transports.base import Sender, Sent, TransferError
 from slipstream.weight_sync.transports.gpu import communicator
 from slipstream.weight_sync.transports.gpu.communicator import Communicator, Gpu
-from slipstream.weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
+from slipstream.weight_sync.transports.gpu.nccl_library import MAX_BLOCKS
 from slipstream.weight_sync.transports.gpu.nccl_receiver import chunks, fill, wire_order
 from slipstream.weight_sync.weights.checksum import SIZE, checksum
 from slipstream.weight_sync.weights.snapshot import Snapshot
 
 
 class Link:
-    """The learner's place in the group of one server. It cannot be used again after an error or `close`."""
+    """The learner's place in the group of one server. It cannot be used again after an error or `close`.
+
+    Attributes:
+        gpu: This end's GPU, from `open` on.
+    """
+
+    gpu: Gpu
 
     def __init__(self, timeout_s: float, max_blocks: int | None = MAX_BLOCKS) -> None:
         """Prepare to connect. `timeout_s` and `max_blocks` are those of `Communicator`."""
@@ -38,6 +44,7 @@ class Link:
         self._group: Communicator | None = None
         self._unique_id = b""
         self._size = 0
+        self._buffer: torch.Tensor | None = None
 
     @property
     def group(self) -> Communicator:
@@ -46,21 +53,24 @@ class Link:
             raise TransferError("the transport is not connected")
         return self._group
 
-    async def open(self, workers: int) -> tuple[Gpu, dict[str, Any]]:
+    async def open(self, workers: int) -> dict[str, Any]:
         """Prepare a group with the server's workers.
 
         Returns:
-            This end's GPU, and the fields by which the workers join. They travel by a route that wants the learner's
-            token; without the group's id nobody can join.
+            The fields by which the workers join. They travel by a route that wants the learner's token; without the
+            group's id nobody can join.
         """
         self._size = workers + 1
-        try:
-            gpu = await on_thread(communicator.own_gpu)
-            self._unique_id = await on_thread(gpu.library.unique_id)
-            self._group = Communicator(gpu, self._timeout_s, self._max_blocks)
-        except NcclError as error:
-            raise TransferError(str(error)) from error
-        return gpu, {"nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._size}
+        self.gpu = await on_thread(communicator.own_gpu)
+        self._unique_id = await on_thread(self.gpu.library.unique_id)
+        self._group = Communicator(self.gpu, self._timeout_s, self._max_blocks)
+        return {"nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._size}
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Return at least `size` bytes on the GPU, the same memory while they suffice: uint8."""
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.gpu.device)
+        return self._buffer
 
     async def meet(self) -> None:
         """Wait until all workers have joined. Raises `TransferError` if not all came."""
@@ -70,18 +80,11 @@ class Link:
         """Run `work(*arguments)`, which uses the group, on a thread. The group ends with an error or a cancellation.
 
         Raises:
-            TransferError: NCCL reported an error.
+            NcclError: NCCL reported an error.
         """
         group = self.group
-
-        def worked() -> None:
-            try:
-                work(*arguments)
-            except NcclError as error:
-                raise TransferError(f"the transfer broke off: {error}") from error
-
         try:
-            await on_thread(worked, cancelled=group.stop)
+            await on_thread(work, *arguments, cancelled=group.stop)
         except BaseException:
             group.stop()
             await shielded(self.close())
@@ -103,13 +106,11 @@ class NcclTransport:
         self._section = section
         # The other ranks are vLLM's, which leave the number of blocks to NCCL.
         self._link = Link(section.timeout_s, max_blocks=None)
-        self._gpu: Gpu | None = None
-        self._buffer: torch.Tensor | None = None
         self.sent: Sent | None = None
 
     async def connect(self, server: Engine, workers: int) -> None:
         await server.end_transfer()
-        self._gpu, joined = await self._link.open(workers)
+        joined = await self._link.open(workers)
         await gather(
             server.init_transfer(
                 joined
@@ -138,15 +139,12 @@ class NcclTransport:
         await self._link.close()
 
     def _send(self, group: Communicator, snapshot: Snapshot) -> None:
-        assert self._gpu is not None
         cut = list(chunks(wire_order(snapshot.manifest), self._section.bucket_bytes))
         with group.stream.current():
-            size = max((chunk.size for chunk in cut), default=0)
-            if self._buffer is None or len(self._buffer) < size:
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._gpu.device)
+            buffer = self._link.buffer(max((chunk.size for chunk in cut), default=0))
             for chunk in cut:
                 # The stream keeps the order: a chunk is filled after the one before has gone.
-                group.broadcast(fill(self._buffer, chunk, snapshot))
+                group.broadcast(fill(buffer, chunk, snapshot))
             group.wait("the last broadcast")
 
 
@@ -156,17 +154,11 @@ class NcclSender(Sender):
     def __init__(self, section: WeightSyncSection) -> None:
         self._section = section
         self._link = Link(section.timeout_s)
-        self._gpu: Gpu | None = None
-        self._buffer: torch.Tensor | None = None
 
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
-        self._gpu, joined = await self._link.open(workers)
-        section = self._section
-        return joined | {
-            "learner_gpu": self._gpu.uuid,
-            "bucket_bytes": section.bucket_bytes,
-            "timeout_s": section.timeout_s,
-        }
+        joined, section = await self._link.open(workers), self._section
+        uuid = self._link.gpu.uuid
+        return joined | {"learner_gpu": uuid, "bucket_bytes": section.bucket_bytes, "timeout_s": section.timeout_s}
 
     async def meet(self) -> None:
         await self._link.meet()
@@ -181,15 +173,13 @@ class NcclSender(Sender):
         await self._link.close()
 
     def _send(self, group: Communicator, snapshot: Snapshot) -> None:
-        assert self._gpu is not None
         flat, buckets = snapshot.flat, snapshot.manifest.buckets(self._section.bucket_bytes)
         size = max((bucket.size for bucket in buckets), default=0) + SIZE
         with group.stream.current():
-            if self._buffer is None or len(self._buffer) < size:
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._gpu.device)
+            buffer = self._link.buffer(size)
             for bucket in buckets:
                 # The stream keeps the order: the buffer is filled after what it held has gone.
-                filled = self._buffer[: bucket.size + SIZE]
+                filled = buffer[: bucket.size + SIZE]
                 filled[: bucket.size].copy_(flat[bucket.start : bucket.end], non_blocking=True)
                 filled[bucket.size :] = checksum(filled[: bucket.size])
                 group.broadcast(filled)

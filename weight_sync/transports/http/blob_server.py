@@ -11,7 +11,6 @@ import logging
 import secrets
 import socket
 import threading
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -39,6 +38,7 @@ class BlobServer:
         secret: To be brought with every request, in hex.
         served: Bytes sent so far.
         offers: The snapshots among its blobs.
+        holders: Number of those that share it (`SharedBlobServers`).
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
@@ -51,10 +51,10 @@ class BlobServer:
         """
         self.secret = secrets.token_hex(16)
         self.served = 0
+        self.holders = 0
         self._host, self._port = host, port
         self._throttle = Throttle(mbytes_per_s * 1e6)
         self._blobs: dict[str, memoryview] = {}
-        self._asked: set[str] = set()
         self.offers = Offers(self)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-blobs", daemon=True)
@@ -91,9 +91,7 @@ class BlobServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def put(self, flat: torch.Tensor) -> str:
@@ -107,11 +105,6 @@ class BlobServer:
 
     def drop(self, key: str) -> None:
         self._blobs.pop(key, None)
-        self._asked.discard(key)
-
-    def asked(self, key: str) -> bool:
-        """Return whether anyone has asked for a part of the blob `key`."""
-        return key in self._asked
 
     async def _listen(self) -> None:
         self._sockets = listen(self._host, self._port)
@@ -153,7 +146,6 @@ class BlobServer:
         found = chunks.parse_range(request.headers.get("Range", ""), len(blob))
         if found is None:
             return web.Response(status=416, text=f"ask for one range within {len(blob)} bytes")
-        self._asked.add(key)
         start, end = found
         response = web.StreamResponse(status=206)
         response.content_length = end - start
@@ -196,29 +188,25 @@ class SharedBlobServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, int, float], tuple[BlobServer, int]] = {}
+        self._servers: dict[tuple[str, int, float], BlobServer] = {}
 
     def take(self, host: str, port: int, mbytes_per_s: float) -> BlobServer:
         """Return the blob server of an address, started if nobody holds it. Raises `TransferError`."""
         place = (host, port, mbytes_per_s)
         with self._lock:
-            blob_server, holders = self._held.get(place, (None, 0))
+            blob_server = self._servers.get(place)
             if blob_server is None:
                 blob_server = BlobServer(*place)
                 blob_server.start()
-            self._held[place] = (blob_server, holders + 1)
+                self._servers[place] = blob_server
+            blob_server.holders += 1
             return blob_server
 
     def leave(self, blob_server: BlobServer) -> None:
-        """Give a blob server back. It stops with its last holder."""
+        """Give a blob server back, once for each `take`. It stops with its last holder."""
         with self._lock:
-            for place, (held, holders) in self._held.items():
-                if held is blob_server:
-                    if holders > 1:
-                        self._held[place] = (held, holders - 1)
-                        return
-                    del self._held[place]
-                    break
-            else:
+            blob_server.holders -= 1
+            if blob_server.holders:
                 return
+            self._servers = {place: other for place, other in self._servers.items() if other is not blob_server}
         blob_server.stop()

@@ -62,11 +62,6 @@ class ChunkList:
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.total_bytes)
 
-    def damaged(self, flat: torch.Tensor) -> list[int]:
-        """Return the indices of the chunks of `flat` (uint8 [total_bytes]) whose digest is not the list's."""
-        found = ChunkList.of(flat, self.chunk_bytes)
-        return [i for i, (a, b) in enumerate(zip(found.digests, self.digests, strict=True)) if a != b]
-
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON; `ChunkList(**...)` reads them back."""
         return asdict(self)

@@ -13,14 +13,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-import torch
 
 from slipstream.weight_sync.transports.http.chunks import CHUNK_BYTES, ChunkList
 from slipstream.weight_sync.weights.delta_base import DeltaHistory
 from slipstream.weight_sync.weights.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from slipstream.weight_sync.transports.http.blob_server import BlobServer
 
 LEARNER_SEATS = 2
 PEER_SEATS = 2
@@ -40,16 +41,6 @@ class Host:
     url: str
     seats: int
     taken: int = 0
-
-
-class Serves(Protocol):
-    """The part of `BlobServer` that `Offers` needs."""
-
-    def put(self, flat: torch.Tensor) -> str: ...
-
-    def drop(self, key: str) -> None: ...
-
-    def url_of(self, key: str) -> str: ...
 
 
 class Offer:
@@ -128,7 +119,7 @@ class Offers:
 
     chunk_bytes = CHUNK_BYTES
 
-    def __init__(self, blob_server: Serves) -> None:
+    def __init__(self, blob_server: BlobServer) -> None:
         self.history = DeltaHistory()
         self._blob_server = blob_server
         self._lock = threading.Lock()

@@ -39,6 +39,8 @@ LOOK_EVERY_S = 0.25
 END_S = CONNECT_TIMEOUT_S + 2
 # Number of damaged arrivals from the last source after which the chunk must be damaged there.
 MAX_DAMAGED = 3
+# The source of bytes that were there before the pull.
+_EARLIER = PullSource("an earlier pull")
 
 
 @dataclass
@@ -49,13 +51,11 @@ class PullReport:
         bytes_pulled: Bytes over the network, repeated ones included.
         by_source: Of these, by URL.
         resumed: How often a chunk continued where it had broken off.
-        kept: Chunks that the buffer held already.
     """
 
     bytes_pulled: int = 0
     by_source: dict[str, int] = field(default_factory=dict)
     resumed: int = 0
-    kept: int = 0
     seconds: float = 0.0
 
 
@@ -87,7 +87,6 @@ class Pull:
         sources: list[str],
         into: memoryview,
         timeout_s: float,
-        held: set[int] | None = None,
         begun: Mapping[int, int] | None = None,
         lanes: int = LANES,
         world: World | None = None,
@@ -99,8 +98,8 @@ class Pull:
             sources: URLs of the bytes, in the order to ask; the last is the learner's.
             into: Writable buffer of `chunks.total_bytes`.
             timeout_s: Bound on the whole pull, in seconds.
-            held: Indices of chunks that `into` already holds right.
-            begun: Bytes at the front of other chunks that `into` holds, by index, from a pull that broke off.
+            begun: Bytes at the front of chunks that `into` may hold, by index: of a pull that broke off, or of an
+                earlier blob. A chunk that turns out to be another is pulled whole.
             lanes: Number of connections at once.
             world: The clock and the network; None: the real ones.
         """
@@ -108,7 +107,7 @@ class Pull:
             raise ValueError(f"the buffer has {len(into)} bytes, and the chunks have {chunks.total_bytes}")
         if not sources:
             raise ValueError("no source to pull from")
-        self.report = PullReport(kept=len(held or ()))
+        self.report = PullReport()
         self.abandoned = False
         self._chunks = chunks
         # A server that holds another version by now answers 412.
@@ -119,13 +118,12 @@ class Pull:
         self._world = world or World()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        missing = [index for index in range(len(chunks.digests)) if index not in (held or ())]
-        self._left = deque(missing)
-        self._parts = {index: _Part(*chunks.place(index)) for index in missing}
-        for index in missing:
-            self._parts[index].go_on((begun or {}).get(index, 0))
-        self._total = sum(part.end - part.start - part.arrived for part in self._parts.values())
-        self._lanes = [_Lane(self._world.wire(self._headers)) for _ in range(min(lanes, len(missing)))]
+        self._parts = [_Part(*chunks.place(index)) for index in range(len(chunks.digests))]
+        for index, count in (begun or {}).items():
+            self._parts[index].go_on(count)
+        self._left = deque(range(len(self._parts)))
+        self._total = sum(part.missing for part in self._parts)
+        self._lanes = [_Lane(self._world.wire(self._headers)) for _ in range(min(lanes, len(self._parts)))]
         self._deadline = 0.0
         self._error: str | None = None
 
@@ -159,8 +157,8 @@ class Pull:
 
     @property
     def begun(self) -> dict[int, int]:
-        """The bytes that have arrived of chunks that are not whole, by index: what another pull can begin with."""
-        return {index: part.arrived for index, part in self._parts.items() if part.arrived and not part.right}
+        """The bytes at the front of chunks that are not whole, by index: what another pull can begin with."""
+        return {index: part.arrived for index, part in enumerate(self._parts) if part.arrived and part.missing}
 
     def stop(self, reason: str) -> None:
         """End the pull from another thread. `run` raises then."""
@@ -178,10 +176,10 @@ class Pull:
         with self._lock:
             now = self._world.clock()
             if now >= self._deadline:
-                if any(not part.right for part in self._parts.values()):
+                if not all(part.right for part in self._parts):
                     self._stop(self._late())
                 return
-            left = sum(part.end - part.start - part.arrived for part in self._parts.values())
+            left = sum(part.missing for part in self._parts)
             # Twice the speed that the pull needs to end in time.
             least = 2 * left / (self._deadline - now) / max(1, len(self._lanes))
             for lane in self._lanes:
@@ -189,7 +187,7 @@ class Pull:
                     lane.wire.end()
 
     def _late(self) -> str:
-        missing = sum(not part.right for part in self._parts.values())
+        missing = sum(not part.right for part in self._parts)
         chunks = f"{missing} of {len(self._chunks.digests)} chunks"
         text = f"not all there after {self._timeout_s:.3g} s: {chunks} are missing; {self._describe_rate()}"
         return f"{text} ({describe_failures})" if (describe_failures := self._sources.describe_failures()) else text
@@ -223,8 +221,7 @@ class Pull:
     def _fetch(self, lane: _Lane, index: int) -> float:
         """Request the rest of a chunk. Returns the seconds to wait before the next request."""
         attempt, part = self._begin(lane, index), self._parts[index]
-        at = part.start + part.arrived
-        asked = at < part.end
+        at, asked = part.start + part.arrived, part.missing > 0
         try:
             if asked:
                 lane.wire.read_range(
@@ -250,7 +247,7 @@ class Pull:
             attempt, part = self._sources.begin(self._world.clock()), self._parts[index]
             if part.unmixed and part.sources - {attempt.source}:
                 part.restart()
-            self.report.resumed += part.arrived > 0
+            self.report.resumed += part.arrived > 0 and part.missing > 0
             lane.attempt = attempt
             return attempt
 
@@ -267,6 +264,11 @@ class Pull:
 
     def _damaged(self, index: int, part: _Part) -> None:
         """Have a damaged chunk pulled again, from one source only: which of several sent wrong bytes is not known."""
+        if part.sources == {_EARLIER}:  # it is another blob's
+            self._total += part.end - part.start
+            part.restart()
+            self._left.append(index)
+            return
         urls = ", ".join(source.url for source in part.sources)
         logger.warning("chunk %d from %s has another digest than the learner's", index, urls)
         if len(part.sources) == 1:
@@ -325,7 +327,12 @@ class _Part:
         """Begin behind bytes that an earlier pull brought; which source sent them is not known any more."""
         self.arrived = min(arrived, self.end - self.start)
         if self.arrived:
-            self.sources = {PullSource("an earlier pull")}
+            self.sources = {_EARLIER}
+
+    @property
+    def missing(self) -> int:
+        """Bytes that have not arrived."""
+        return self.end - self.start - self.arrived
 
     def restart(self) -> None:
         self.arrived = 0

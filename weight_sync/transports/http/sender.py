@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import threading
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from slipstream.protocol.config import WeightSyncSection
 from slipstream.weight_sync.server.cancellation import on_thread
@@ -34,28 +31,19 @@ PULL_SHARE = 0.9
 _PROCESS = secrets.token_hex(8)
 
 
-class _Keys:
-    """The transfer keys of this process's open connections. A later connection to a server has the key of an earlier
-    one, and so goes on with a pull that broke off there; two at one time never share one. Call it from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_use: set[str] = set()
-
-    def take(self, server_url: str) -> str:
-        with self._lock:
-            named = (f"{_PROCESS} {number} {server_url}" for number in itertools.count())
-            keys = (digest_of(memoryview(name.encode()))[:16] for name in named)
-            key = next(key for key in keys if key not in self._in_use)
-            self._in_use.add(key)
-            return key
-
-    def leave(self, key: str) -> None:
-        with self._lock:
-            self._in_use.discard(key)
+# Transfer keys of this process's open connections.
+_keys: set[str] = set()
 
 
-_KEYS = _Keys()
+def _take_key(server_url: str) -> str:
+    """Return a transfer key that no open connection has. A later connection to a server has the key of an earlier one,
+    and so goes on with a pull that broke off there."""
+    for number in itertools.count():
+        key = digest_of(memoryview(f"{_PROCESS} {number} {server_url}".encode()))[:16]
+        if key not in _keys:
+            break
+    _keys.add(key)
+    return key
 
 
 class HttpSender(Sender):
@@ -69,7 +57,6 @@ class HttpSender(Sender):
         self.key = ""
         self._section = section
         self._blob_server: BlobServer | None = None
-        self._greeting: str | None = None
         self._server_url = ""
         self._base = DeltaBase(section.full_every)
         self._offer: Offer | None = None
@@ -79,30 +66,13 @@ class HttpSender(Sender):
 
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         section, self._server_url = self._section, server_url
-        self.key = _KEYS.take(server_url)
+        self.key = _take_key(server_url)
         self._base = DeltaBase(section.full_every)
         self._blob_server = blob_server = await on_thread(
             BLOB_SERVERS.take, section.host, section.http_port, section.http_mbytes_per_s
         )
-        self._greeting = blob_server.put(torch.ones(1, dtype=torch.uint8))
-        url = blob_server.url_of(self._greeting)
-        return asdict(
-            HttpInitInfo(
-                *(self.key, blob_server.secret, url, PULL_SHARE * section.timeout_s, section.http_mbytes_per_s),
-                section.bucket_bytes,
-            )
-        )
-
-    async def check_met(self) -> None:
-        blob_server, greeting = self._blob_server, self._greeting
-        assert blob_server is not None
-        assert greeting is not None
-        if not blob_server.asked(greeting):
-            raise TransferError(
-                f"{self._server_url}: its workers did not come to {blob_server.url}: is that where they reach the "
-                f"learner? Set weight_sync.host, and a weight_sync.http_port that is open to them"
-            )
-        self._drop_greeting(blob_server)
+        timeout_s, rate = PULL_SHARE * section.timeout_s, section.http_mbytes_per_s
+        return asdict(HttpInitInfo(self.key, blob_server.secret, timeout_s, rate, section.bucket_bytes))
 
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         blob_server = self._blob_server
@@ -138,19 +108,13 @@ class HttpSender(Sender):
     async def close(self) -> None:
         blob_server, self._blob_server = self._blob_server, None
         if blob_server is not None:
-            _KEYS.leave(self.key)
-            self._drop_greeting(blob_server)
+            _keys.discard(self.key)
             await on_thread(BLOB_SERVERS.leave, blob_server)
 
     @property
     def _own_url(self) -> str:
         """Where the server passes on what it has pulled."""
         return self._server_url + chunks.CHUNKS_PREFIX + self.key
-
-    def _drop_greeting(self, blob_server: BlobServer) -> None:
-        greeting, self._greeting = self._greeting, None
-        if greeting is not None:
-            blob_server.drop(greeting)
 
     async def _put_delta(self, blob_server: BlobServer, path: DeltaPath, base: str) -> DeltaInfo:
         payload = path.joined

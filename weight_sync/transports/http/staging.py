@@ -15,7 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -146,8 +146,6 @@ class SharedStaging:
             return self._flat
         pid, fd, flat = os.getpid(), self._fd, self._flat
         filling = Record(pid, fd, wanted.total_bytes)
-        if before is not None and before.part_of == wanted.holds:
-            filling = replace(filling, part_of=before.part_of, begun=before.begun)
         self._write(filling)
         try:
             fill(flat, before)
@@ -189,11 +187,9 @@ class SharedStaging:
         fresh.write_text(json.dumps(asdict(record)))
         fresh.replace(path)
 
-    @contextmanager
-    def _lock(self) -> Iterator[bool]:
-        """Yield whether this worker alone may fill the buffer."""
-        with _locked(_folder() / f"{self._key}.lock") as mine:
-            yield mine
+    def _lock(self) -> AbstractContextManager[bool]:
+        """Hold whether this worker alone may fill the buffer."""
+        return _locked(_folder() / f"{self._key}.lock")
 
 
 @contextmanager

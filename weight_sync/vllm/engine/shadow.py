@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -239,14 +240,10 @@ def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
 
 
 def _check_complete(left: list[Pair]) -> None:
-    missing = [f"{pair.name}.{name}" for pair in left for name, size in _sizes(pair) if size]
+    parameters = [(pair.name, pair.info.restore_metadata[0]) for pair in left]
+    missing = [f"{of}.{name}" for of, tensors in parameters for name, tensor in tensors.items() if tensor.numel()]
     if missing:
         raise ValueError(f"{len(missing)} parameters of this server's model were not sent, among them {missing[0]}")
-
-
-def _sizes(pair: Pair) -> Iterator[tuple[str, int]]:
-    params, _ = pair.info.restore_metadata
-    yield from ((name, tensor.numel()) for name, tensor in params.items())
 
 
 def _head_is_tied_and_sent(pairs: list[Pair], weights: Weights) -> bool:
@@ -313,19 +310,14 @@ def _put(where: dict[str, Any], name: str, value: Any) -> Any:
     return old
 
 
-class _config_known:  # noqa: N801
-    """Sets vLLM's current configuration, for loaders that ask. It is the process's; a worker never has another."""
+@contextmanager
+def _config_known(vllm_config: VllmConfig) -> Iterator[None]:
+    """Set vLLM's current configuration, for loaders that ask. It is the process's; a worker never has another."""
+    from vllm.config import vllm as module
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._config = vllm_config
-
-    def __enter__(self) -> None:
-        from vllm.config import vllm as module
-
-        self._before = module._current_vllm_config
-        module._current_vllm_config = self._config
-
-    def __exit__(self, *_: object) -> None:
-        from vllm.config import vllm as module
-
-        module._current_vllm_config = self._before
+    before = module._current_vllm_config
+    module._current_vllm_config = vllm_config
+    try:
+        yield
+    finally:
+        module._current_vllm_config = before

@@ -94,9 +94,9 @@ def test_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: Any
 
 
 def test_a_worker_says_why_its_exchange_failed(caplog: pytest.LogCaptureFixture) -> None:
-    from slipstream.weight_sync.vllm.worker import StagingMixin
+    from slipstream.weight_sync.vllm.worker import SlipstreamWorker
 
-    class Worker(StagingMixin):
+    class Worker(SlipstreamWorker):
         def finish_weight_update(self) -> None:
             raise OSError("no room")
 

@@ -56,7 +56,7 @@ def off(one, other):
 under, base = served(adapter), served(None)
 which = (name, 1, str(folder))
 (scored,) = llm.collective_rpc("slipstream_score", args=([ids],))
-(adapted,) = llm.collective_rpc("slipstream_score_adapter", args=([ids], which))
+(adapted,) = llm.collective_rpc("slipstream_score", args=([ids], which))
 llm.collective_rpc("slipstream_read_adapter", args=(which,))
 layers = {}
 while not layers:

@@ -307,6 +307,10 @@ class Stall(msgspec.Struct):
 Severity = Literal["bad", "warn"]
 
 
+# Begins `Cause.about` where groups fail.
+FAILING = "groups that fail"
+
+
 class Cause(msgspec.Struct, frozen=True):
     """A cause that keeps a run from learning, as long as it does so, and its remedy.
 

@@ -24,7 +24,7 @@ from slipstream.protocol.collapse import CAUSE, REMEDY
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.history import Entry, PageData, ends_of
 from slipstream.protocol.messages import ServerState
-from slipstream.protocol.status import Status, WorkerStatus
+from slipstream.protocol.status import FAILING, Status, WorkerStatus
 
 # A server in one of these has left service by something that went wrong.
 _OUT = (ServerState.STALE, ServerState.QUARANTINED, ServerState.DOWN)
@@ -70,6 +70,7 @@ class RunSummary(msgspec.Struct):
 
     Attributes:
         head: Lines on what it did.
+        steps: Steps that it made.
         incidents: In the order of time.
         lost_s: Seconds in which the run stood still, of `wall_s`.
         open: What is not as it should be; empty if all is well.
@@ -77,6 +78,7 @@ class RunSummary(msgspec.Struct):
 
     run: str
     head: list[str]
+    steps: int
     incidents: list[Incident]
     lost_s: float
     wall_s: float
@@ -104,11 +106,14 @@ def read(run_dir: Path) -> RunSummary:
     began, ended = record.began or data.now, record.newest_at or data.now
     wall_s = max(0.0, ended - began)
     head = [*_head(data, began, ended), *_costs(data, lost_s, wall_s)]
-    return RunSummary(data.run, head, incidents, lost_s, wall_s, list(_left_open(data, incidents)))
+    return RunSummary(data.run, head, _steps(data), incidents, lost_s, wall_s, list(_left_open(data, incidents)))
 
 
 def tell(run_dir: Path) -> None:
-    """Print what happened in a run that has just ended, if anything did. A run does not fail by its summary."""
+    """Print what happened in a run that has just ended, if anything did. A run does not fail by its summary.
+
+    Of a run that made no step, the error that ended it says everything.
+    """
     try:
         found = read(run_dir)
     except ConfigError:  # it ended before it made a step
@@ -116,7 +121,7 @@ def tell(run_dir: Path) -> None:
     except Exception as error:
         typer.echo(f"slipstream: no summary of {run_dir}: {type(error).__name__}: {error}", err=True)
         return
-    if found.incidents:
+    if found.incidents and found.steps:
         Console(stderr=True, highlight=False, soft_wrap=True).print(render(found))
 
 
@@ -333,8 +338,7 @@ def _kinds(incidents: Iterable[Incident]) -> list[_Kind]:
 
 
 def _head(data: PageData, began: float, ended: float) -> Iterator[str]:
-    status = data.status
-    steps = int(_newest(data, "step") or (status.step if status is not None else 0))
+    status, steps = data.status, _steps(data)
     how = "finished" if status is not None and status.finished else "not finished"
     of = f" of {status.total_steps}" if status is not None and status.total_steps else ""
     yield f"{how}, {steps}{of} steps in {_span(ended - began)}, {_clock(began)} to {_clock(ended)}"
@@ -349,6 +353,10 @@ def _head(data: PageData, began: float, ended: float) -> Iterator[str]:
         yield "; ".join(parts)
     if len(by_name := _reward_functions(data)) > 1:
         yield "; ".join(f"{printable(name)} {of.first:.3f} to {of.last:.3f}" for name, of in by_name.items())
+
+
+def _steps(data: PageData) -> int:
+    return int(_newest(data, "step") or (data.status.step if data.status is not None else 0))
 
 
 def _reward_functions(data: PageData) -> dict[str, history.Ends]:
@@ -397,11 +405,12 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
         yield f"{made}; if it was stopped, slipstream up{lower} goes on"
     said = set()
     for incident in incidents:
-        if incident.ended is None:
+        # Why groups failed stands in the reason for which a run was given up.
+        if incident.ended is None and not (status.gave_up and incident.about.startswith(FAILING)):
             said.add(_alike(incident.text))
             yield f"{incident.about}: {incident.text}"
     for cause in status.diagnosis:
-        if _alike(cause.text) not in said:
+        if _alike(cause.text) not in said and not (status.gave_up and cause.about.startswith(FAILING)):
             yield cause.text
 
 

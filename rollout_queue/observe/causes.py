@@ -19,7 +19,7 @@ from slipstream.protocol.collapse import CAUSE, LOWER
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.protocol.rollouts import UNKNOWN_TOOL
-from slipstream.protocol.status import Cause, GroupCounts, Notice, Stall, WorkerStatus
+from slipstream.protocol.status import FAILING, Cause, GroupCounts, Notice, Stall, WorkerStatus
 from slipstream.rollout_queue.observe.changes import ChangeFinder
 from slipstream.rollout_queue.observe.notices import printable
 from slipstream.rollout_queue.observe.symptoms import Symptoms
@@ -441,7 +441,7 @@ def _failing(facts: Facts) -> list[Cause]:
         f"{failed.total()} of the newest {len(tickets)} groups failed, {times} of them for {code}: "
         f"{facts.newest(explaining_kind(reason))}. Fix it {where_to_fix(reason, facts.config)}"
     )
-    return [_cause(f"groups that fail: {code}", failed.total() / len(tickets), text)]
+    return [_cause(f"{FAILING}: {code}", failed.total() / len(tickets), text)]
 
 
 def explaining_kind(reason: str) -> str:

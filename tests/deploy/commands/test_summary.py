@@ -16,7 +16,7 @@ from slipstream.deploy.commands.summary import RunSummary
 from slipstream.protocol import history
 from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.messages import ServerState
-from slipstream.protocol.status import Cause, LearnerStatus, Stall, Status
+from slipstream.protocol.status import FAILING, Cause, LearnerStatus, Stall, Status
 from slipstream.rollout_queue.observe.history import History
 from tests.kit.status import server, status, worker
 
@@ -27,6 +27,7 @@ class Night:
     """A run with a status every second, of which its history keeps one in five; a step takes ten seconds."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.at = 1_000_000.0
         self.step, self.session, self.up_since = 0, 1, self.at
@@ -217,6 +218,23 @@ def test_the_command_prints_it_and_json_has_all(night: Night) -> None:
     assert as_json["incidents"][0]["about"] == "server vllm-1"
     missing = CliRunner().invoke(cli.app, ["summary", str(night.folder / "none")])
     assert "give the directory of a run" in str(missing.exception)
+
+
+def test_why_a_run_was_given_up_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "reward wrong returned 1 rewards for 8 completions"
+    fails = Cause(f"{FAILING}: reward", f"all groups failed: {why}", "bad", since_s=9.0)
+    failed = {"gave_up": f"the first 16 groups failed: {why}", "diagnosis": [fails]}
+    at_once = Night(tmp_path / "at_once")
+    at_once.goes_on(30, steps=False, **failed)
+    assert at_once.summary().open == [f"the run was given up: {failed['gave_up']}"]
+    summary.tell(at_once.folder)
+    assert capsys.readouterr().err == "", "it made no step: the error that ended it says the same"
+    later = Night(tmp_path / "later")
+    later.goes_on(300)
+    later.goes_on(30, steps=False, **failed)
+    assert later.summary().steps == 30
+    summary.tell(later.folder)
+    assert "30 of 500 steps" in capsys.readouterr().err
 
 
 def test_a_run_does_not_fail_by_its_summary(

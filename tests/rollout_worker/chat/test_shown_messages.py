@@ -212,6 +212,19 @@ def test_a_turn_that_only_calls_may_have_no_content(test, content):
     assert shown(format_of(strict), messages) == shown(format_of(CHAT_TEMPLATE), messages)
 
 
+@pytest.mark.parametrize(
+    "nameless", [{"id": "abcdefgh1"}, {"function": None}, {"function": {"name": None, "arguments": {}}}, {"name": ""}]
+)
+def test_a_call_without_a_name_is_refused(nameless):
+    with pytest.raises(PromptError, match=r"a call of message 1 has no name: .*; give function.name"):
+        shown(narrow(), [USER, turn(nameless), result(1, "6")])
+
+
+def test_an_id_of_a_call_that_is_no_text_is_refused():
+    with pytest.raises(PromptError, match=r"the tool_call_id of message 2 is \['abcdefgh1'\]; give the call's id"):
+        shown(narrow(), [USER, turn(call(1, a=2)), {**result(1, "6"), "tool_call_id": ["abcdefgh1"]}])
+
+
 def test_a_format_that_shows_no_user_is_refused():
     with pytest.raises(PromptError, match=r"message 0 has the role 'user', of which the chat format shows nothing"):
         shown(format_of(NARROW.replace("messages %}", "conversations or [] %}"), []), [USER])

@@ -180,6 +180,13 @@ def _message(number: int, message: Any, parts: Sequence[str], knows: Callable[[s
         if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
             raise PromptError(f"the tool_calls of {where} are {calls!r:.80}; give a list of calls")
         kept["tool_calls"] = [_call(call) for call in calls]
+        for call in kept["tool_calls"]:
+            function = call.get("function") or call
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str) or not name:
+                raise PromptError(f"a call of {where} has no name: {call!r:.80}; give function.name")
+    if not isinstance(kept.get("tool_call_id"), str | int | None):
+        raise PromptError(f"the tool_call_id of {where} is {kept['tool_call_id']!r:.80}; give the call's id")
     if role != "assistant":
         return {"content": "", **kept}
     # Keep null content: some templates recognise a turn that only calls tools by it.

@@ -20,7 +20,7 @@ from typing import Any
 
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.parser_choice import same_value
-from slipstream.rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from slipstream.rollout_worker.chat.parsers.base import OPENS_THOUGHT, Message, ParsedTurn, ToolCall
 from slipstream.rollout_worker.chat.shown_tools import nested_words
 
 _REMEDY = (
@@ -274,7 +274,8 @@ def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: lis
     # An open thought does not qualify: the template would leave out the policy's own words with it.
     # Prompt and conversation may still share the first character of a tag, so the search goes back from `shared`.
     for begin in range(shared, len(bare) - 1, -1):
-        if _EMPTY_THOUGHT.fullmatch(str(chat.tokenizer.decode(prompt[begin:]))) is not None:
+        asked = str(chat.tokenizer.decode(prompt[begin:]))
+        if _EMPTY_THOUGHT.fullmatch(asked) is not None and not asked.rstrip().endswith(OPENS_THOUGHT):
             return begin
     return None
 

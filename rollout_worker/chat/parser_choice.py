@@ -104,6 +104,10 @@ def choose_parser(setting: str, rendering: Rendering, stops: Sequence[str], thou
         (name, parser), *_ = candidates
         return ParserMatch(name, parser, rendering, shows_ids)
     if _written_call(rendering, stops, _IDS[0]) is None:
+        try:
+            rendering(_conversation(_IDS[0]))
+        except REFUSALS as error:
+            raise Unfit(f"it refuses a turn that calls a tool ({error})") from None
         raise Unfit("it leaves out the tool calls of the assistant, so their notation cannot be found")
     raise Unfit(
         f"none of the notations ({', '.join(NAMES)}) reads back a tool call that it wrote; name one with chat.parser, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from slipstream.rollout_worker.chat.base import OPENING, PromptError
@@ -32,7 +33,9 @@ TRIED_TOOL: dict[str, Any] = {
 }
 
 # Neither trimming nor quoting changes these words.
-_ASKED, _TRIED, _OTHER, _KEY = (f"slipstream{word}7f3a" for word in ("asked", "tried", "other", "key"))
+_ASKED, _TRIED, _OTHER, _KEY, _LATER, _FIRST = (
+    f"slipstream{word}7f3a" for word in ("asked", "tried", "other", "key", "later", "first")
+)
 
 _USER: Message = {"role": "user", "content": _ASKED}
 
@@ -80,6 +83,10 @@ class ShownMessages:
             role = message.get("role")
             if role == "tool":
                 message = self._result(message)
+            if role == "user" and self._shows(role, ()) is False:
+                raise PromptError(
+                    f"message {number} has the role 'user', of which the chat format shows nothing: {_OR[3:]}"
+                )
             answers = role == "tool" and (not written or _is_answered(written[-1]))
             if answers or role in ("user", "assistant") or not message.get("content"):
                 written.append(message)
@@ -109,7 +116,7 @@ class ShownMessages:
             yield "a developer's message as the system's"
         if self._shows("system", ("system",)) is not True:
             yield "further system messages within the first"
-        if self._shows("system", ("assistant",)) is not True:
+        if self._shows("system", ("system", "assistant")) is not True:
             yield "no system message after a turn"
 
     def shows_system(self) -> bool | None:
@@ -155,6 +162,8 @@ class ShownMessages:
                 yield message
                 continue
             self._must_show("calls", "a turn that calls a tool, and its result", "give the task tools")
+            if message.get("content") is None and self._shows("null" if "content" in message else "bare") is not True:
+                message = {**message, "content": ""}
             if message.get("content") and self._shows("beside") is not True:
                 if self._shows("before"):
                     yield {key: value for key, value in message.items() if key != "tool_calls"}
@@ -193,14 +202,24 @@ class ShownMessages:
             messages, words = _turns(what) if before is None else _of_role(what, before)
             text = self._render(messages)
             found = None if text is None else all(word in text for word in words)
+            if found and before is None:  # some formats leave it out as soon as another turn follows
+                later = self._render([*messages, {"role": "assistant", "content": _LATER}, _USER])
+                found = later is None or all(word in later for word in words)
             self._known[place] = found and not (what == "object" and _is_python(text or ""))
         return self._known[place]
 
 
 def _before(written: Sequence[Message], previous: str | None) -> tuple[str, ...]:
-    """Return the roles before a message that decide whether it is shown: at the beginning all, else the last one."""
+    """Return the roles before a message that decide whether it is shown: the system's, and the last one.
+
+    A later system message may take the place of an earlier one.
+    """
     roles = tuple(message["role"] for message in written) or ((previous,) if previous else ())
-    return roles if previous is None and all(role in OPENING for role in roles) else roles[-1:]
+    opening = tuple(takewhile(lambda role: role in OPENING, roles))
+    if previous is None and len(opening) == len(roles):
+        return opening
+    later = ("user", "system") if not opening and any(role in OPENING for role in roles) else ()
+    return (*opening, *later, roles[-1])
 
 
 def _is_answered(message: Message) -> bool:
@@ -211,14 +230,19 @@ def _is_answered(message: Message) -> bool:
 def _of_role(role: str, before: tuple[str, ...]) -> tuple[list[Message], list[str]]:
     """Return a conversation with a message of `role` after those of the roles `before`, and the words to look for."""
     message = {"role": role, "content": _TRIED}
-    if all(each in OPENING for each in before):
-        opening = [{"role": each, "content": f"{_OTHER}{place}"} for place, each in enumerate(before)]
-        return [*opening, message, _USER], [_TRIED, _ASKED, *(str(each["content"]) for each in opening)]
-    if before == ("user",):
-        return [_USER, message], [_TRIED]
-    if before == ("tool",):
-        return [_USER, _calls(_OTHER), _answer(0, _KEY), message], [_TRIED]
-    return [_USER, {"role": before[0], "content": _OTHER}, message, _USER], [_TRIED]
+    opening = list(takewhile(lambda each: each in OPENING, before))
+    earlier = [{"role": each, "content": f"{_FIRST}{place}"} for place, each in enumerate(opening)]
+    if len(opening) == len(before):
+        return [*earlier, message, _USER], [_TRIED, _ASKED, *(str(each["content"]) for each in earlier)]
+    if before[:-1] == ("user", "system"):
+        earlier = [_USER, {"role": "system", "content": _FIRST}]
+    words = [_TRIED, *(str(each["content"]) for each in earlier if each is not _USER)]
+    last = before[-1]
+    if last == "user":
+        return [*earlier, _USER, message], words
+    if last == "tool":
+        return [*earlier, _USER, _calls(_OTHER), _answer(0, _KEY), message], words
+    return [*earlier, _USER, {"role": last, "content": _OTHER}, message, _USER], words
 
 
 def _turns(what: str) -> tuple[list[Message], list[str]]:
@@ -233,6 +257,10 @@ def _turns(what: str) -> tuple[list[Message], list[str]]:
     if what == "one by one":
         second = _calls(_OTHER, first=1)
         return [_USER, called, _answer(0, "x"), second, _answer(1, _KEY)], [_TRIED, _OTHER, _KEY]
+    if what == "null":
+        return [_USER, {**called, "content": None}, answered], [_TRIED, _OTHER]
+    if what == "bare":
+        return [_USER, {key: value for key, value in called.items() if key != "content"}, answered], [_TRIED, _OTHER]
     if what == "beside":
         return [_USER, {**called, "content": _KEY}, answered], [_KEY, _TRIED]
     if what == "before":

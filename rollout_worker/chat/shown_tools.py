@@ -29,9 +29,14 @@ _SAMPLE = {"type": "object", "properties": {_PARAMETER: {"type": "array", "items
 _JSON: tuple[dict[str, Any], ...] = ({}, {"separators": (",", ":")}, {"sort_keys": True}, {"indent": 2}, {"indent": 4})
 
 # These keywords hold schemas by name, one schema, and a list of schemas.
-_BY_NAME = ("properties", "$defs", "definitions")
-_ONE = ("items", "additionalProperties", "not")
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+
+# Some formats take a parameter of such a name for a keyword, and leave it out.
+_KEYWORDS = frozenset(
+    ["type", "description", "properties", "required", "nullable", "enum", "items", "default", "title"]
+)
 
 _UNIONS = ("anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
@@ -116,17 +121,19 @@ def _written(function: dict[str, Any], trial: _Trial) -> dict[str, Any]:
     found, told = {}, ""
     for name, schema in properties.items():
         found[name] = schema
-        if not isinstance(schema, dict) or trial.shows(schema, parameters):
+        tried = name if name in _KEYWORDS else _PARAMETER
+        if not isinstance(schema, dict) or trial.shows(schema, parameters, tried):
             continue
         found[name] = short = plain(schema, parameters)
-        if trial.shows(short, parameters):
+        if trial.shows(short, parameters, tried):
             continue
-        text = json.dumps(_with_definitions(short, parameters), ensure_ascii=False)
+        whole = _with_definitions(short, parameters)
         described = str(short.get("description", ""))
-        if trial.shows({"type": "string", "description": ""}, {}):
-            found[name] = {**short, "description": f"{described} JSON schema: {text}".strip()}
+        if trial.shows({"type": "string", "description": ""}, {}, tried):
+            bare = {key: value for key, value in whole.items() if key != "description"}
+            found[name] = {**short, "description": f"{described} JSON schema: {_json(bare)}".strip()}
         else:
-            told += f"\nJSON schema of {name}: {text}"
+            told += f"\nJSON schema of {name}: {_json(whole)}"
     if all(found[name] is schema for name, schema in properties.items()):
         return function
     return {
@@ -142,10 +149,10 @@ class _Words:
 
     words: list[str] = field(default_factory=list)
 
-    def replaced(self, schema: Any, is_outer: bool = True) -> Any:
+    def replaced(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        made = _parts(schema, lambda part: self.replaced(part, is_outer=False))
+        made = _parts(schema, self.replaced)
         if isinstance(named := made.get("properties"), dict):
             names = {name: self._word() for name in named}
             made["properties"] = {names[name]: part for name, part in named.items()}
@@ -155,7 +162,7 @@ class _Words:
             made["enum"] = [self._value(value) for value in values]
         if "const" in made:
             made["const"] = self._value(made["const"])
-        if is_outer and isinstance(made.get("description"), str):
+        if isinstance(made.get("description"), str):
             made["description"] = self._word()
         return made
 
@@ -180,24 +187,25 @@ class _Trial:
         self._render = render
         self._known: dict[str, bool] = {}
 
-    def shows(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    def shows(self, schema: Mapping[str, Any], root: Mapping[str, Any], name: str = _PARAMETER) -> bool:
         """Return whether the format shows the names, values and types of a parameter, and its description.
 
         Args:
             schema: The parameter's schema.
             root: The schema that references lead into.
+            name: The parameter's name, if the format may take it for a keyword.
         """
         words = _Words()
         tried = words.replaced(dict(schema))
-        definitions = {name: words.replaced(part, is_outer=False) for name, part in _reached(schema, root).items()}
-        key = json.dumps([tried, definitions], default=str)
+        definitions = {name: words.replaced(part) for name, part in _reached(schema, root).items()}
+        key = json.dumps([name, tried, definitions], default=str)
         if key not in self._known:
-            text = self._text(tried, definitions)
-            found = text is not None and all(word in text for word in (_PARAMETER, *words.words))
-            self._known[key] = found and self._shows_types(tried, definitions, text)
+            text = self._text(tried, definitions, name)
+            found = text is not None and all(word in text for word in (name, *words.words))
+            self._known[key] = found and self._shows_types(tried, definitions, text, name)
         return self._known[key]
 
-    def _shows_types(self, tried: dict[str, Any], definitions: dict[str, Any], text: str | None) -> bool:
+    def _shows_types(self, tried: dict[str, Any], definitions: dict[str, Any], text: str | None, name: str) -> bool:
         """Return whether the text changes where one type becomes another, for each type that no value shows."""
         whole = {"parameter": tried, "definitions": definitions}
         for place in list(_types(whole))[:_MAX_TYPES]:
@@ -206,16 +214,16 @@ class _Trial:
             for key in place:
                 part = part[key]
             part["type"] = _other_type(part["type"])
-            if self._text(other["parameter"], other["definitions"]) == text:
+            if self._text(other["parameter"], other["definitions"], name) == text:
                 return False
         return True
 
-    def _text(self, schema: dict[str, Any], definitions: dict[str, Any]) -> str | None:
-        held: dict[str, dict[str, Any]] = {name.rpartition("/")[0].strip("#/"): {} for name in definitions}
-        for name, part in definitions.items():
-            where, _, last = name.rpartition("/")
+    def _text(self, schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str | None:
+        held: dict[str, dict[str, Any]] = {ref.rpartition("/")[0].strip("#/"): {} for ref in definitions}
+        for ref, part in definitions.items():
+            where, _, last = ref.rpartition("/")
             held[where.strip("#/")][last] = part
-        parameters = {"type": "object", "properties": {_PARAMETER: schema}, "required": [_PARAMETER], **held}
+        parameters = {"type": "object", "properties": {name: schema}, "required": [name], **held}
         return self._render([_tool(parameters)])
 
 
@@ -283,10 +291,13 @@ def _reached(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_definitions(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema without its description, with the definitions that it refers to."""
+    """Return a schema with the definitions that it refers to."""
     definitions = {ref.rpartition("/")[2]: part for ref, part in _reached(schema, root).items()}
-    bare = {name: value for name, value in schema.items() if name != "description"}
-    return {**bare, "$defs": definitions} if definitions else bare
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _types(schema: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -160,6 +160,9 @@ class TemplateFormat:
         try:
             if tools:
                 self._rendering = template_analysis.checked_rendering(self._rendering, self._stop_texts)
+            else:
+                with suppress(template_analysis.Unfit):  # a conversation may hold calls of tools that the task has not
+                    self._rendering = template_analysis.checked_rendering(self._rendering, self._stop_texts)
             self.reasoning = template_analysis.reasoning_of(self._rendering, with_calls=bool(tools))
             self._rendering = self._rendering.but(reasoning_field=self.reasoning.field)
             self._places = template_analysis.places_to_speak(self._rendering, self.reasoning.thought.opening)

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
@@ -265,12 +266,14 @@ def checked_rendering(rendering: Rendering, stops: Sequence[str]) -> Rendering:
     turns = _turns_before([answer])
     why = ""
     for turn, last_word in turns:
-        for as_text in (False, True):
-            tried = rendering.but(arguments_as_text=as_text)
+        refused = told = ""
+        for as_parts, as_text in product(dict.fromkeys((rendering.content_as_parts, True)), (False, True)):
+            tried = rendering.but(arguments_as_text=as_text, content_as_parts=as_parts)
             try:
                 text = tried([USER, turn, answer])
             except REFUSALS as error:
-                why = why or f"it refuses a tool message ({error})"
+                if as_parts == rendering.content_as_parts:
+                    refused = refused or f"it refuses a tool message ({error})"
                 continue
             at = text.find(last_word)
             if at < 0:
@@ -278,11 +281,14 @@ def checked_rendering(rendering: Rendering, stops: Sequence[str]) -> Rendering:
             after = _from_stop(text, at + len(last_word), stops)
             answered = text.find(_ANSWERED)
             if answered < 0:
-                why = "it leaves out tool messages"
+                told = told or "it leaves out tool messages"
             elif after is None or _ANSWERED not in after.text:
-                why = f"it ends a turn with none of the stop tokens {list(stops)}"
+                told = told or f"it ends a turn with none of the stop tokens {list(stops)}"
+            elif as_parts and _ASKED not in text:
+                continue
             else:
                 return tried
+        why = why or told or refused
     raise Unfit(why or "it leaves out what the assistant says")
 
 

@@ -130,7 +130,8 @@ def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
     """
     if not names:
         return None
-    if text.startswith("{") and text.endswith("}"):
+    is_object = text.startswith("{") and text.endswith("}")
+    if is_object:
         text = text[1:-1].strip()
     alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     begin = rf"(?:^|[,;\n])[ \t]*[\"']?(?P<name>{alternatives})[\"']?[ \t]*[:=]"
@@ -142,11 +143,14 @@ def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
         return None
     ends = [begin.start() for begin in begins[1:]] + [len(text)]
     # If a name is repeated, the last value counts. Only that one is read, so repeats cost no time.
-    texts = {begin["name"]: text[begin.end() : end] for begin, end in zip(begins, ends, strict=True)}
+    texts = {begin["name"]: text[begin.end() : end].strip(" \t\r\n,;") for begin, end in zip(begins, ends, strict=True)}
     try:
-        return {name: _plain(written.strip(" \t\r\n,;")) for name, written in texts.items()}
+        values = {name: _plain(written) for name, written in texts.items()}
     except ValueError:
         return None
+    # In braces, what has a brace or a quote and is no JSON is no text either: two objects, or a comma that is missing.
+    unread = (written for name, written in texts.items() if values[name] == written)
+    return None if is_object and any(not {*'{}"'}.isdisjoint(written) for written in unread) else values
 
 
 def _plain(text: str) -> Any:

@@ -45,6 +45,21 @@ LATER = CHAT_TEMPLATE.replace(
     'message.role == "user"', 'message.role == "user" or (message.role == "system" and not loop.first)'
 )
 
+# Shows the last of all system messages, at the beginning.
+LAST = (
+    "{%- set ns = namespace(system='') %}{%- for m in messages if m.role == 'system' %}{% set ns.system = m.content %}"
+    "{% endfor %}{{ '<|im_start|>system\\n' + ns.system + '<|im_end|>\\n' }}"
+    + NARROW.replace(" or (m.role == 'system' and loop.first)", "")
+)
+
+# Takes text beside a call as reasoning, and leaves it out once a later turn has none.
+FORGETS = CHAT_TEMPLATE.replace(
+    "{%- for message in messages %}",
+    "{%- set ns = namespace(last=0) %}{%- for m in messages if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set ns.last = loop.index0 + 1 %}{% endfor %}{%- for message in messages %}",
+    1,
+).replace("message.content", "('' if message.tool_calls and ns.last else message.content)")
+
 # Writes tags around a call that no notation knows.
 WRAPPED = CHAT_TEMPLATE.replace(r"'\n<tool_call>\n'", r"""'\n<acts>\n<act kind="call">\n'""").replace(
     r"'\n</tool_call>'", r"'\n</act>\n</acts>'"
@@ -91,6 +106,18 @@ def of(role, text="watch the units"):
 CONVERSATIONS = {
     "developer": ([of("developer"), USER], ["watch the units"]),
     "two systems": ([of("system", "be brief"), of("system"), USER], ["be brief", "watch the units"]),
+    "a later system": (
+        [of("system", "be brief"), USER, SAID, of("system"), USER],
+        ["be brief", "watch the units"],
+    ),
+    "two later systems": (
+        [USER, SAID, of("system", "be brief"), USER, SAID, of("system"), USER],
+        ["be brief", "watch the units"],
+    ),
+    "text beside an earlier call": (
+        [USER, turn(call(1, a="six"), content="let me see"), result(1, "uno"), SAID, USER],
+        ["let me see", "six", "uno"],
+    ),
     "three openings": (
         [of("system", "be brief"), of("developer", "be kind"), of("system"), USER],
         ["be brief", "be kind", "watch the units"],
@@ -151,7 +178,9 @@ def test_no_format_leaves_out_a_message_that_it_takes(case):
 
 
 @pytest.mark.parametrize("tools", [[], SCHEMAS], ids=["plain", "tools"])
-@pytest.mark.parametrize("template", [NARROW, TWO, LATER], ids=["one", "two", "later"])
+@pytest.mark.parametrize(
+    "template", [NARROW, TWO, LATER, LAST, FORGETS], ids=["one", "two", "later", "last", "forgets"]
+)
 def test_a_template_that_knows_little_is_given_no_more(template, tools):
     check_all_is_shown(format_of(template, tools))
 
@@ -159,6 +188,46 @@ def test_a_template_that_knows_little_is_given_no_more(template, tools):
 def test_messages_at_the_beginning_are_joined_to_one_system_message():
     text = shown(narrow([]), [of("developer", "be kind"), of("system", "be brief"), of("developer"), USER])
     assert text.startswith("<|im_start|>system\nbe kind\n\nbe brief\n\nwatch the units<|im_end|>\n<|im_start|>user\n")
+
+
+def test_the_last_system_message_does_not_replace_the_first():
+    with pytest.raises(PromptError, match=r"message 3 has the role 'system', .* shows nothing"):
+        shown(format_of(LAST), CONVERSATIONS["a later system"][0])
+
+
+def test_text_beside_a_call_that_a_later_turn_would_hide_is_a_turn_of_its_own():
+    text = shown(format_of(FORGETS), CONVERSATIONS["text beside an earlier call"][0])
+    assert "<|im_start|>assistant\nlet me see<|im_end|>" in text
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}], ids=["null", "missing"])
+@pytest.mark.parametrize(
+    "test", ["'</think>' in message.content", "message.content.split('x')", "message.content | length"]
+)
+def test_a_turn_that_only_calls_may_have_no_content(test, content):
+    strict = CHAT_TEMPLATE.replace(
+        "{%- for message in messages %}", f"{{%- for message in messages %}}{{%- if {test} %}}{{%- endif %}}", 1
+    )
+    messages = [USER, {"role": "assistant", **content, "tool_calls": [call(1, a="seven")]}, result(1, "twelve")]
+    assert shown(format_of(strict), messages) == shown(format_of(CHAT_TEMPLATE), messages)
+
+
+@pytest.mark.parametrize(
+    "nameless", [{"id": "abcdefgh1"}, {"function": None}, {"function": {"name": None, "arguments": {}}}, {"name": ""}]
+)
+def test_a_call_without_a_name_is_refused(nameless):
+    with pytest.raises(PromptError, match=r"a call of message 1 has no name: .*; give function.name"):
+        shown(narrow(), [USER, turn(nameless), result(1, "6")])
+
+
+def test_an_id_of_a_call_that_is_no_text_is_refused():
+    with pytest.raises(PromptError, match=r"the tool_call_id of message 2 is \['abcdefgh1'\]; give the call's id"):
+        shown(narrow(), [USER, turn(call(1, a=2)), {**result(1, "6"), "tool_call_id": ["abcdefgh1"]}])
+
+
+def test_a_format_that_shows_no_user_is_refused():
+    with pytest.raises(PromptError, match=r"message 0 has the role 'user', of which the chat format shows nothing"):
+        shown(format_of(NARROW.replace("messages %}", "conversations or [] %}"), []), [USER])
 
 
 def test_calls_of_one_turn_become_turns_with_their_own_results():

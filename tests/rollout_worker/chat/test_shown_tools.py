@@ -23,7 +23,10 @@ PARAMETERS = {
         "Size": {"type": "string", "enum": ["smallish", "largish"]},
         "Stop": {
             "type": "object",
-            "properties": {"platform": {"type": "integer"}, "zone": {"type": "string", "enum": ["inner", "outer"]}},
+            "properties": {
+                "platform": {"type": "integer"},
+                "zone": {"type": "string", "enum": ["inner", "outer"], "description": "Which ring."},
+            },
             "required": ["platform"],
         },
         "Branch": {
@@ -44,12 +47,27 @@ PARAMETERS = {
         "tree": {"$ref": "#/$defs/Branch", "description": "What grows."},
         "maybe": {"type": ["boolean", "null"], "description": "If at all."},
         "mode": {"const": "express", "description": "How fast."},
+        "passes": {"type": "object", "patternProperties": {"^day": {"enum": ["weekly", "yearly"]}}},
+        "type": {"type": "string", "enum": ["train", "ferry"], "description": "What moves."},
     },
     "required": ["level"],
 }
 WORDS = [
     *("smallish", "largish", "3301", "3302", "0.25", "17.5", "platform", "zone", "inner", "outer"),
-    *("cheap", "dear", "leaf", "twigs", "express", "How big", "Which floor", "What grows"),
+    *(
+        "cheap",
+        "dear",
+        "leaf",
+        "twigs",
+        "express",
+        "How big",
+        "Which floor",
+        "What grows",
+        "Which ring",
+        "weekly",
+        "yearly",
+    ),
+    *("train", "ferry", "What moves"),
 ]
 
 
@@ -140,8 +158,18 @@ def test_a_language_without_descriptions_has_it_in_the_tools_own():
     template = SIGNATURES.replace("{{- each.description ~ '; ' }}", "")
     chat = TemplateFormat(build_tokenizer(template), [END_OF_TURN], [tool()], "my-model")
     text = prompt(chat)
-    assert 'JSON schema of level: {"enum": [3301, 3302], "type": "integer"}' in text
-    assert [word for word in WORDS[:15] if word not in text] == []
+    assert 'JSON schema of level: {"enum": [3301, 3302], "type": "integer", "description": "Which floor."}' in text
+    assert [word for word in WORDS if word not in text] == []
+
+
+@pytest.mark.parametrize("name", ["type", "description", "properties"])
+def test_a_parameter_that_a_language_takes_for_a_keyword_is_shown(name):
+    template = SIGNATURES.replace(
+        "parameters.properties | items %}", f"parameters.properties | items if name != '{name}' %}}"
+    )
+    given = tool(**{name: {"type": "string", "description": "What moves."}, "level": {"type": "integer"}})
+    text = prompt(TemplateFormat(build_tokenizer(template), [END_OF_TURN], [given], "my-model"))
+    assert f'JSON schema of {name}: {{"type": "string", "description": "What moves."}}' in text
 
 
 def test_plain_schemas_have_no_references_and_no_null():

@@ -97,6 +97,16 @@ def test_a_turns_text_keeps_all_but_the_token_that_ended_it():
         (CHAT_TEMPLATE.replace('message.role == "tool"', 'message.role == "no"'), "leaves out tool messages"),
         (CHAT_TEMPLATE.replace("{{- '<|im_end|>\\n' }}", "{{- '\\n' }}"), "none of the stop tokens"),
         ("{{ raise_exception('no tools here') }}", "refuses a tool message"),
+        (
+            CHAT_TEMPLATE.replace("(call.function | tojson)", "[].append(call)"),
+            "refuses a turn that calls a tool .*'append' of 'list' object is unsafe",
+        ),
+        (
+            CHAT_TEMPLATE.replace('message.role == "tool"', "message.role == 'no'").replace(
+                "(call.function | tojson)", "call.plan.steps"
+            ),
+            "refuses a tool message .*has no attribute 'plan'",
+        ),
         (CHAT_TEMPLATE.replace("message.tool_calls or []", "[]"), "leaves out the tool calls"),
         (
             CHAT_TEMPLATE.replace(
@@ -138,6 +148,13 @@ def test_i7_a_syntax_error_in_a_template_is_named_with_its_line(tools):
                 "('' if messages[loop.index0 - 1].role == 'tool' else '<|im_start|>assistant\\n') + message",
             ),
             "a second round: the conversation changes",
+        ),
+        (
+            CHAT_TEMPLATE.replace(
+                "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n",
+                "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n<think>\\n",
+            ),
+            "the conversation changes when",
         ),
     ],
 )
@@ -453,6 +470,26 @@ def test_arguments_are_json_text_for_a_template_that_takes_them_so(arguments):
     chat = with_template(CHAT_TEMPLATE.replace(call, names))
     assert chat.parser_name == "hermes"
     assert asyncio.run(check_tool_format(chat, SCHEMAS)).fit_for_tools
+
+
+def test_text_is_a_part_for_a_template_that_reads_it_so_beside_calls_alone():
+    chat = with_template(
+        CHAT_TEMPLATE.replace(
+            "{%- for message in messages %}",
+            "{%- macro text(m) %}{{ m.content if m.content is string else m.content[0].text }}{% endmacro %}"
+            "{%- for message in messages %}",
+            1,
+        )
+        .replace("\\n' + message.content", "\\n' + text(message)")
+        .replace("message.tool_calls or []", "message.tool_calls or [] if message.content[0].type")
+    )
+    assert asyncio.run(check_tool_format(chat, SCHEMAS)).fit_for_tools
+
+
+async def test_calls_of_a_conversation_are_written_without_tools_of_the_task_too():
+    as_text = CHAT_TEMPLATE.replace("(call.function | tojson)", "call.function.name + call.function.arguments")
+    said = [USER, called(("a", "f", {"n": 1})), tool("6")]
+    assert 'f{"n": 1}' in TOKENIZER.decode(await with_template(as_text, []).prompt_ids(said))
 
 
 async def test_messages_that_the_template_refuses_open_a_segment():

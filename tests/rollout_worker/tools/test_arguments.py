@@ -104,6 +104,10 @@ def test_no_pair_begins_inside_quotes(text: str, s: str) -> None:
         's: "one\nn: 2, n: 7',
         "s: [one, n: 2], n: 7",
         "s: rock 'n roll, n: 7",
+        '{"n": 7} {"n": 8}',
+        '{"n": 7}\n{"s": "x"}',
+        '{"n": 7 "s": "x"}',
+        '{"n": 7 /* "seven" */, "s": "x"}',
     ],
 )
 def test_a_value_that_cannot_be_told_from_the_next_pair_is_an_error(text: str) -> None:

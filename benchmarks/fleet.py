@@ -188,7 +188,7 @@ def main() -> None:
     given = parser.parse_args()
     say: Callable[[str], None] = (lambda text: None) if given.json else print
     held = beside_copy_ms(given.megabytes, 30)
-    say(f"publish beside the copy, 20 servers of which 10 fail: {held}")
+    say(f"publish next to the copy, 20 servers of which 10 fail: {held}")
     found = {"publish_beside_copy_ms": held, "stopped": stopped(given.steps, given.step_ms / 1e3, say)}
     if given.json:
         print(json.dumps(found))

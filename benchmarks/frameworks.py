@@ -35,7 +35,7 @@ from tests.kit.worker import TOKENIZER, fake, roll
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "multiply")]
 
-NAMES = ("OpenAI Agents SDK", "pydantic-ai", "LangGraph with a graph of its own", "anthropic")
+NAMES = ("OpenAI Agents SDK", "pydantic-ai", "LangGraph with its own graph", "anthropic")
 REACHED, OVER = 0.9, 5
 
 TASK = """

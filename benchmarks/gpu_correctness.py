@@ -154,7 +154,7 @@ def _wait(here: torch.device) -> None:
 
 
 def _wait_for_stream(here: torch.device) -> None:
-    """Wait for the learner's own stream; copies on other streams go on."""
+    """Wait for the learner's own stream; copies on other streams continue."""
     if here.type == "cuda":
         torch.cuda.current_stream().synchronize()
 

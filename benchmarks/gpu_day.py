@@ -1,4 +1,4 @@
-"""Tries on one GPU what a CPU cannot show, section by section, each within a time limit of its own.
+"""Tries on one GPU what a CPU cannot show, section by section, each within its own time limit.
 
     python -m benchmarks.gpu_day --part 1 --out gpu_day.json     # correctness, under ten minutes; no vLLM needed
     python -m benchmarks.gpu_day --part 2 --out gpu_day.json     # speed, under ten minutes; no vLLM needed
@@ -6,7 +6,7 @@
     python -m benchmarks.gpu_day --small                         # parts 1 and 2, tiny, on a CPU: that the code runs
     python -m benchmarks.gpu_day --table gpu_day.json            # the table of docs/measured_on_gpus.md
 
-A section is a process of its own: one that hangs, crashes or runs out of memory costs its own result only. Results are
+A section is its own process: one that hangs, crashes or runs out of memory costs its own result only. Results are
 JSON; with --out they are added to those of the file. Sections that need a GPU are named as such by --small, never as
 passed.
 """
@@ -64,7 +64,7 @@ SECTIONS = (
     Section(1, "nccl", "NCCL by our binding: join, broadcast, abort", 45),
     Section(1, "nccl_on_one_gpu", "two ranks on one GPU are refused, and do not hang", 60),
     Section(1, "device_tests", "the tests that use a GPU where there is one", 105),
-    Section(2, "learner", "a step beside a padded loop, and TRL where it is installed", 120, True),
+    Section(2, "learner", "a step next to a padded loop, and TRL where it is installed", 120, True),
     Section(
         2,
         "masters",
@@ -126,7 +126,7 @@ def _run_all(wanted: Iterable[Section], small: bool, model: str, out: Path | Non
 
 
 def run(section: Section, small: bool, model: str, on_gpu: bool) -> dict[str, Any]:
-    """Run a section in a process of its own.
+    """Run a section in its own process.
 
     Returns:
         `status`, `seconds`, `figures`, and for a section that failed the end of its output as `error`.
@@ -153,7 +153,7 @@ def run(section: Section, small: bool, model: str, on_gpu: bool) -> dict[str, An
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, asking torch in a process of its own: sections want the GPU's memory for themselves."""
+    """Describe the machine, asking torch in its own process: sections want the GPU's memory for themselves."""
     asked = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
     found = {}

@@ -83,7 +83,7 @@ def _batch(shape: ModelShape, small: bool) -> Any:
 
 
 def learner(small: bool) -> dict[str, Any]:
-    """Measure a step beside a padded loop, and TRL where it is installed."""
+    """Measure a step next to a padded loop, and TRL where it is installed."""
     size = SIZES["0.4M" if small else "0.6B"]
     figures = {}
     for case in ("short", "mixed"):
@@ -109,7 +109,7 @@ def masters(small: bool) -> dict[str, Any]:
 
 
 def _measured(shape: ModelShape, tokens: int, checkpointing: bool, compiled: bool, small: bool) -> dict[str, Any]:
-    """Measure steps, and the peak beside what the plan counts for it; a row that does not fit has no figures."""
+    """Measure steps, and the peak next to what the plan counts for it; a row that does not fit has no figures."""
     here = device()
     try:
         return _steps(shape, tokens, checkpointing, compiled, small, here)

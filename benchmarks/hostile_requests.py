@@ -1,4 +1,4 @@
-"""Attacks a real queue process over its sockets, beside a probe of its liveness, and prints the results as JSON.
+"""Attacks a real queue process over its sockets, next to a probe of its liveness, and prints the results as JSON.
 
     python -m benchmarks.hostile_requests [--requests 1400] [--port 0] [--token]
 

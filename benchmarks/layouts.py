@@ -1,4 +1,4 @@
-"""Measures an optimiser step in each layout of rows (`learner.layout`), and what a hybrid costs beside a dense model.
+"""Measures an optimiser step in each layout of rows (`learner.layout`), and what a hybrid costs next to a dense model.
 
     python -m benchmarks.layouts [--cases short mixed long_prompt] [--rounds 5]
 

@@ -109,7 +109,7 @@ def measure(million: float, ranks: int, whole: bool = False) -> dict[str, Any]:
 
 
 def _in_a_process(folder: Path, million: float) -> int:
-    """Write the model; in a process of its own, whose memory goes with it. Returns the bytes of its weights."""
+    """Write the model; in its own process, whose memory goes with it. Returns the bytes of its weights."""
     child = os.fork()
     if not child:
         try:
@@ -185,7 +185,7 @@ def _save(trainer: PolicyTrainer, config: RunConfig) -> None:
 
 
 def _resume(config: RunConfig, team: Team) -> PolicyTrainer:
-    """Build the trainer anew from rank 0's checkpoint."""
+    """Build the trainer again from rank 0's checkpoint."""
     trainer = build_trainer(config, checkpoints.of_step(config.run_dir, 1) if team.leads else None, team)
     if not team.leads:
         trainer.restore({})
@@ -194,7 +194,7 @@ def _resume(config: RunConfig, team: Team) -> PolicyTrainer:
 
 @contextmanager
 def _phase(name: str, figures: dict[str, dict[str, float]]) -> Iterator[None]:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before, began = _status("VmRSS"), time.perf_counter()
     yield
     if os.environ.get("DBG"):

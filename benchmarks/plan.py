@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "slow_tool": {},
     "slow_judge": {},
 }
-# The task of a variant with a slow part, written beside the run.
+# The task of a variant with a slow part, written next to the run.
 SLOW = {
     "slow_tool": f"""
 _multiply = task.tools[0]

@@ -78,7 +78,7 @@ class Account:
 
 
 class Worker:
-    """Draws tickets and submits a group for each, beside heartbeats. `slow`: sends its groups in two halves."""
+    """Draws tickets and submits a group for each, next to heartbeats. `slow`: sends its groups in two halves."""
 
     def __init__(self, name: str, client: QueueClient, account: Account, slow: bool) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Measures what groups cost the rollout queue, beside a bare echo of the same bodies, and prints JSON.
+"""Measures what groups cost the rollout queue, next to a bare echo of the same bodies, and prints JSON.
 
     python -m benchmarks.queue_cost cycle [--stores :memory: sqlite postgresql] [--kilobytes 64] [--against CHECKOUT]
     python -m benchmarks.queue_cost scale [--scales workers ...] [--stores :memory:] [--against CHECKOUT]
@@ -13,7 +13,7 @@ the figure is milliseconds of a server's CPU per group, and its ratio to the ech
 `memory`: workers fill a queue over HTTP, then all groups are leased. The figures are the resident memory of the queue's
 process, MB, and groups accepted and leased per second.
 `page`: rounds of the cycle with pages open take turns with rounds without one. The figures are [without, with]: p50 and
-p99 of /healthz and /v1/status meanwhile, milliseconds, asked by a process of its own; and the share of a core that the
+p99 of /healthz and /v1/status meanwhile, milliseconds, asked by its own process; and the share of a core that the
 pages cost: in the load, by the CPU of a group times the groups a second; without it, the whole of an idle queue. Few
 workers keep a queue busy; with many, every answer waits for theirs.
 
@@ -245,7 +245,7 @@ async def measure_memory(arguments: argparse.Namespace, checkouts: dict[str, Pat
 
 
 async def measure_page(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[dict[str, Any]]:
-    """Measure what open pages cost a queue, and whether it answers beside them."""
+    """Measure what open pages cost a queue, and whether it answers next to them."""
     found, counts = [], (0, arguments.viewers)
     for (name, checkout), store, kilobytes in product(checkouts.items(), arguments.stores, arguments.kilobytes):
         cpu, wall, idle = ({count: list[float]() for count in counts} for _ in range(3))

@@ -184,7 +184,7 @@ class Faults:
         return began
 
     async def stop(self) -> float:
-        """Stop the active queue, and let it go on later. Asks it for the position as it wakes."""
+        """Stop the active queue, and let it continue later. Asks it for the position as it wakes."""
         queues, account = self._queues, self._account
         number = await queues.active()
         queues.send(number, signal.SIGSTOP)

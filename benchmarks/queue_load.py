@@ -252,7 +252,7 @@ print(json.dumps(seconds))
 
 @asynccontextmanager
 async def probed_apart(of: Program, seconds: dict[str, list[float]]) -> AsyncIterator[None]:
-    """Ask for paths from a process of its own, which the load does not hold up. Adds the seconds of each answer."""
+    """Ask for paths from its own process, which the load does not hold up. Adds the seconds of each answer."""
     command = (sys.executable, "-c", PROBE, str(of.port), *seconds)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:

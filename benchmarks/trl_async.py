@@ -3,7 +3,7 @@
     python -m benchmarks.trl_async [--seeds 0 1] [--steps 26] [--first 6] [--ways "as it stands" judge tail]
 
 The ways are those of `benchmarks.waiting`. Both sides have the same tiny policy, data, tools, rewards, groups, learning
-rate and server flags, each run starts a real vLLM of its own, and the runs take turns. TRL runs twice: with its default
+rate and server flags, each run starts its own real vLLM, and the runs take turns. TRL runs twice: with its default
 bound of generation, and with one that is set by hand so that what is in flight, waiting for its score and queued is
 within `max_staleness` steps, as its releases since 1.18 do by themselves (here: 256 + 128 + 128 rollouts).
 

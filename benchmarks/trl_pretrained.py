@@ -49,7 +49,7 @@ TARGET = 0.8
 BOUNDS = {"trl": None, "trl, bounded": (128, 128), "trl, slipstream.servers": None}
 SIDES = ("slipstream", *BOUNDS)
 
-# TRL with Slipstream's publication in the place of its own.
+# TRL with Slipstream's publication in place of its own.
 OUR_PUBLICATION = "trl, slipstream.servers"
 
 # Steps until Slipstream's own first evaluation: more than a run has.

@@ -1,8 +1,8 @@
 """An extension of vLLM's workers for servers of TRL on a CPU. It mends two faults of vLLM 0.32's CPU build.
 
-It multiplies with a packed copy of the output layer, which `reload_weights` does not pack anew where the output layer
-is the embedding: the server would go on sampling with the output layer of the start. And it ends when a request with a
-seed, as each of TRL's has, is computed in several steps.
+It multiplies with a packed copy of the output layer, which `reload_weights` does not pack again where the output layer
+is the embedding: the server would continue sampling with the output layer of the start. And it ends when a request with
+a seed, as each of TRL's has, is computed in several steps.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 CHECKOUT is one of TRL; nothing of it is kept. In a copy of its tests below --work, the import names
 `slipstream.trl`, and the hub's tiny models are replaced by ones that are built here, of the same architectures. Each
-test runs in a process of its own, and trains with a real vLLM server that all share. Results are kept below --work, so
+test runs in its own process, and trains with a real vLLM server that all share. Results are kept below --work, so
 that a run can be stopped and gone on with; --again runs those that failed once more.
 
 A test counts as passed, failed, or not applicable. Why one is not applicable stands in `REASONS`, a line each.

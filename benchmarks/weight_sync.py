@@ -1,4 +1,4 @@
-"""Measures the cost of a publication to a real, generating vLLM server on a CPU, beside the way of vLLM and TRL.
+"""Measures the cost of a publication to a real, generating vLLM server on a CPU, next to the way of vLLM and TRL.
 
     python -m benchmarks.weight_sync --json [--sizes 1M 38M 200M 460M] [--rounds 5]
 
@@ -153,7 +153,7 @@ class Learner:
 
 
 class Run:
-    """Publishes to one server, beside the baselines."""
+    """Publishes to one server, next to the baselines."""
 
     def __init__(self, learner: Learner, control: Watched, dtype: str, rounds: int) -> None:
         self.rounds = rounds
@@ -167,7 +167,7 @@ class Run:
         self.baseline = Baseline(control)
 
     async def series(self, load: Load | None) -> Series:
-        """Publish `rounds` times with pauses between, each beside a raw broadcast of the same bytes.
+        """Publish `rounds` times with pauses between, each next to a raw broadcast of the same bytes.
 
         Args:
             load: Generations that run meanwhile; None if the server is idle.

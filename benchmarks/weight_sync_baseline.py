@@ -59,7 +59,7 @@ class Worker(SlipstreamWorker):
         self.slipstream_bench_buffer = Staging()
 
     def slipstream_bench_raw(self, size: int) -> None:
-        """Receive `size` bytes on a thread, beside generation."""
+        """Receive `size` bytes on a thread, during generation."""
 
         def receive() -> None:
             group = self.slipstream_bench_group

@@ -14,7 +14,7 @@ copy_s: Seconds of a plain copy of the same bytes, in the same run.
 
 share: Share of the values that changed in a step.
 bytes: Bytes of the delta, divided by those of all weights.
-encode_s, apply_s: Seconds to encode and to apply the delta, beside `copy_s`.
+encode_s, apply_s: Seconds to encode and to apply the delta, next to `copy_s`.
 """
 
 from __future__ import annotations

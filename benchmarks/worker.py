@@ -1,4 +1,4 @@
-"""Measures a worker's cost against the fake vLLM, beside TRL's rollout loop if it is installed. Prints JSON.
+"""Measures a worker's cost against the fake vLLM, next to TRL's rollout loop if it is installed. Prints JSON.
 
     python -m benchmarks.worker --json [--rounds 3] [--groups 64] [--turns 2]
 

@@ -54,7 +54,7 @@ from slipstream.protocol.import_path import python_path
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 OptionalRunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, if there is one")]
-Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")]
 
 RUN = ("run.name", "run.dir")
 QUEUE = ("queue.host", "queue.port", "queue.token")
@@ -362,7 +362,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
 
 
 def _become(script: str, *arguments: str | Path) -> NoReturn:
-    """Go on as the trainer of the user's own, in this process."""
+    """Continue as the trainer of the user's own, in this process."""
     os.environ["PYTHONPATH"] = python_path()
     os.execv(sys.executable, [sys.executable, script, *map(str, arguments)])
 

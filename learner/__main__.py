@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_file", metavar="run.toml")
     parser.add_argument("--queue", metavar="URL", help="URL of the queue, or of several, separated by commas")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--take-over", action="store_true", help="with --resume: end one that lives")
     return parser
 

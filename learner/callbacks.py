@@ -302,4 +302,4 @@ def _describe_failure(name: str, error: Exception | SystemExit) -> str:
         )
     else:
         what, remedy = f"raised {type(error).__name__}: {error}", "fix it, or remove it from learner.callbacks"
-    return f"callback {name} {what}{place}; {remedy}, and go on with --resume"
+    return f"callback {name} {what}{place}; {remedy}, and continue with --resume"

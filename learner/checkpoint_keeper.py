@@ -109,7 +109,8 @@ class CheckpointKeeper:
         except CheckpointError as error:
             newest = "the first step" if self._checkpointed is None else f"step {self._checkpointed}"
             raise CheckpointError(
-                f"{error}; the run cannot end without it: make room on that disk, and go on from {newest} with --resume"
+                f"{error}; the run cannot end without it: make room on that disk, and continue from {newest} with "
+                f"--resume"
             ) from error
 
     def _keep(self, position: RunPosition) -> None:
@@ -177,7 +178,7 @@ class CheckpointKeeper:
         if self._checkpointed is None:
             return f"there is no checkpoint: begin again at the first step with: {resume}"
         if self._checkpointed < self._config.learner.steps:
-            return f"go on from step {self._checkpointed} with: {resume}"
+            return f"continue from step {self._checkpointed} with: {resume}"
         return f"all steps are done; end the run with: {resume}"
 
     def _last(self, position: RunPosition) -> None:

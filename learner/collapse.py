@@ -63,9 +63,9 @@ class CollapseWatch:
         run_dir = self._config.run_dir
         checkpoints.set_aside(run_dir, max(0, error.step - 1))
         kept = places.complete(run_dir)
-        begin = f"Go on from step {max(kept)}" if kept else "There is no checkpoint from before it: begin again"
+        begin = f"Continue from step {max(kept)}" if kept else "There is no checkpoint from before it: begin again"
         rate = self._config.learner.learning_rate / LOWER
         return PolicyDestroyed(
             error.step,
-            f'{error}. {begin} with: {start.resume_command(rate)} (learner.on_collapse = "warn" goes on instead)',
+            f'{error}. {begin} with: {start.resume_command(rate)} (learner.on_collapse = "warn" continues instead)',
         )

@@ -110,7 +110,7 @@ class Evaluator:
         """Wait for the evaluation of the model as it is, before a step changes it."""
         if 0 in self._open:
             what = "evaluating the model before its first step"
-            self._wait(what, f"loading: {what}", "the first step begins beside it")
+            self._wait(what, f"loading: {what}", "the first step begins meanwhile")
 
     def wait(self) -> None:
         """Wait for open evaluations. The queue ends each at its time-out at the latest."""

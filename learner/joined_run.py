@@ -42,7 +42,7 @@ from slipstream.weight_sync.own_servers import vocabulary_size
 from slipstream.weight_sync.publisher import Publisher, PublishError
 from slipstream.weight_sync.weights.snapshot import NamedWeights, Score, pairs
 
-# Metrics of a step with a place of their own in `metrics.jsonl`.
+# Metrics of a step with their own place in `metrics.jsonl`.
 _OWN_PLACE = ("loss", "grad_norm", "learning_rate", "entropy")
 
 
@@ -70,7 +70,7 @@ def join(
             says it, `script.py run.toml [--queue URL] [--resume] [--section.key value]`.
         settings: `"--section.key", "value"`, over those of the run file.
         queue: URL of the queue; by default the run file's.
-        step: The step of the caller's own checkpoint to go on from; 0 without one.
+        step: The step of the caller's own checkpoint to continue from; 0 without one.
         resume: Whether the run continues. By default it does where `step` is above 0, or the command line says so.
 
     Returns:
@@ -275,7 +275,7 @@ class Run:
     def publish(self, weights: NamedWeights, score: Score) -> None:
         """Give the newest weights to the vLLM servers, in the background.
 
-        The weights are copied before it returns, so training may go on. A server serves them when its log-probs of a
+        The weights are copied before it returns, so training may continue. A server serves them when its log-probs of a
         probe agree with `score`. It does nothing where `weight_sync.every` says that no publication is due; the first
         version and the last are always due.
 

@@ -167,7 +167,7 @@ GPU_SHARE = "SLIPSTREAM_GPU_SHARE"
 
 
 def bound_gpu_memory() -> None:
-    """Keep this process within its share of the GPU: a batch that takes more fails here, and not a server beside it."""
+    """Keep this process within its share of the GPU: a batch that takes more fails here, and not a server's."""
     share = float(os.environ.get(GPU_SHARE) or 0)
     if share and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(share)

@@ -24,7 +24,7 @@ from slipstream.learner.training.base import DivergedError, RanksOutOfMemory, St
 from slipstream.protocol import reasons
 
 FILE_NAME = "left_out.jsonl"
-GO_ON = "Go on from the last checkpoint, which is intact, with --resume"
+GO_ON = "Continue from the last checkpoint, which is intact, with --resume"
 # Tickets of a batch that are named on the terminal.
 _NAMED = 4
 
@@ -104,7 +104,7 @@ class Attempts:
         if ranks_stuck:
             raise type(failure)(
                 f"step {batch.step}: {failure}. The batch is left out; the run ends all the same, since ranks cannot "
-                f"go on from the middle of a step. {GO_ON}"
+                f"continue from the middle of a step. {GO_ON}"
             )
         return None
 

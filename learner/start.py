@@ -67,7 +67,7 @@ def starting_point(
         return resuming.choose(config.run_dir, position, say)
     if found := places.complete(config.run_dir):
         raise ConfigError(
-            f"run.name = {config.run.name}: {found[max(found)]} holds a checkpoint already; go on from it with "
+            f"run.name = {config.run.name}: {found[max(found)]} holds a checkpoint already; continue from it with "
             f"--resume, or choose another run.name"
         )
     return None
@@ -104,7 +104,7 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
     had, has = ast.literal_eval(then.get("learner.optim_args", "{}")), config.learner.optim_args
     if optimiser.starts_anew(before, now, had, has):
         with_them = f" with learner.optim_args = {has}" if before == now else ""
-        lines.append(f"learner.optim = {now}{with_them} can make nothing of what {before} kept: it starts anew")
+        lines.append(f"learner.optim = {now}{with_them} can make nothing of what {before} kept: it starts again")
     return lines
 
 
@@ -140,7 +140,7 @@ def session(
     """Make the learner's declaration to the queue: where it starts, and the fingerprint of the rollouts it accepts.
 
     Args:
-        done: The checkpoint that it goes on from; None for the initial model.
+        done: The checkpoint that it continues from; None for the initial model.
         vocabulary: Token ids that the model knows.
         after: The newest session when it looked whether it is alone; None: it begins whoever else has.
 

@@ -171,7 +171,7 @@ class QueueUrls:
         return ", ".join(self._urls)
 
     def failed(self, url: str) -> None:
-        """Note that a queue did not answer, or is not active: the next one is asked. Other calls to it go on."""
+        """Note that a queue did not answer, or is not active: the next one is asked. Other calls to it continue."""
         if url == self.current:
             self._at = (self._at + 1) % len(self._urls)
 

@@ -1,6 +1,6 @@
 """The history of a run: its status over time and the events in it, on disk, as columns for charts, and as page data.
 
-The queue writes it into the run directory while the run goes on; the page shows it, and `slipstream report` reads it
+The queue writes it into the run directory while the run continues; the page shows it, and `slipstream report` reads it
 when the run is over.
 """
 

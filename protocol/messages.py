@@ -270,7 +270,7 @@ class Proof(msgspec.Struct, frozen=True):
 
     Attributes:
         max_abs_diff: Largest difference of a log-prob of the probe, in nats.
-        transfer_s: Seconds beside generation. `pause_s`: seconds in which generation stood still.
+        transfer_s: Seconds during generation. `pause_s`: seconds in which generation stood still.
     """
 
     version: Natural
@@ -370,7 +370,7 @@ class TicketRequest(msgspec.Struct):
         have: Tickets that the worker holds. Others issued to it are delivered again: an answer was lost, or the worker
             was restarted under its name. None asks for new ones only.
         serving: Servers that the worker believes to serve. If one no longer does, the answer comes at once, so that
-            its episodes can go on elsewhere.
+            its episodes can continue elsewhere.
         fleet: State of the fleet that the worker knows, from the newest reply; "" for none.
     """
 

@@ -206,7 +206,7 @@ def _key(view: RolloutView) -> tuple[str, int, int | None]:
     return view.ticket_id, view.number, view.step
 
 
-# Segments after a rollout's first; times that it went on at another server.
+# Segments after a rollout's first; times that it continued at another server.
 NEW_SEGMENTS = "chat/new_segments"
 
 SERVER_MOVES = "servers/moves"

@@ -1,6 +1,6 @@
 """The JSON object of `GET /v1/status`, with every wait and its seconds (I7); and evaluations, a part of it.
 
-Evaluations run beside training on the same workers and servers. Their groups are not trained.
+Evaluations run during training on the same workers and servers. Their groups are not trained.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Evaluation(msgspec.Struct):
         rows: None until a worker has said how many there are. `done`, `failed`: how many of them have ended so.
         failures: Failed rows by reason.
         ended: None while it is open.
-        waits_for: Obstacle that keeps it from going on; None if there is none.
+        waits_for: Obstacle that keeps it from continuing; None if there is none.
         seconds: Time since it was asked for; once it has ended, how long it took.
         rollouts: Episodes that have a reward.
         reward: Mean over rows of each row's mean reward. `reward_std`: sample standard deviation of the rows' means.
@@ -156,7 +156,7 @@ class ConnectionStatus(msgspec.Struct):
             that made no request yet, and `closing` ones. `limits`: how many there may be.
         max_workers: How many workers the queue takes.
         refused: Requests of workers that were refused for lack of room (BUSY), the first `refused_since_s` seconds ago
-            and the newest `refused_s_ago`. Counted anew after an hour without one; `refused_ever`: since the start.
+            and the newest `refused_s_ago`. Counted again after an hour without one; `refused_ever`: since the start.
     """
 
     open: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 A ticket is one trace. Trace and root span have ids that follow from those of run and ticket, so every process knows
 them without a message, and they survive restarts. While it is off nothing of OpenTelemetry is imported, and a span
-costs one look at `_tracer`. Spans are sent by a thread of their own: a collector that is away loses spans, and nothing
+costs one look at `_tracer`. Spans are sent by their own thread: a collector that is away loses spans, and nothing
 else.
 """
 
@@ -390,7 +390,7 @@ class _Once(logging.Filter):
         if not self._said:
             self._said = True
             first = record.getMessage().partition("\n")[0][:300]
-            logger.warning("traces for tracking.traces = %s get lost, and all else goes on: %s", self._url, first)
+            logger.warning("traces for tracking.traces = %s get lost, and all else continues: %s", self._url, first)
         return False
 
 

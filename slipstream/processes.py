@@ -119,7 +119,7 @@ def run_program(
     exit_code: int | None = None
     try:
         exit_code = process.wait(limits.seconds)
-        reader.join(max(0.0, ends - time.monotonic()))  # a child of its own may still write
+        reader.join(max(0.0, ends - time.monotonic()))  # its own child may still write
     except subprocess.TimeoutExpired:
         pass
     finally:
@@ -140,7 +140,7 @@ def start_program(
     folder: str | None = None,
     stderr: int = subprocess.STDOUT,
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own, with pipes to it.
+    """Start a program in its own session, with pipes to it.
 
     Raises:
         RuntimeError: It cannot be started.

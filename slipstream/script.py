@@ -140,7 +140,7 @@ def train(
     Args:
         task: The task, a global of the script.
         run_file: A run file; None for the defaults.
-        resume: Whether to go on from the newest checkpoint.
+        resume: Whether to continue from the newest checkpoint.
         sections: Sections of a run file, which override `run_file`. Paths in them start at the working directory.
 
     Returns:
@@ -174,7 +174,7 @@ def run(
     path = {"path": place or path_of(task)}
     os.environ[ARGUMENTS] = json.dumps(sys.argv[1:])
     config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
-    # The learner's last line names this argument as the way to go on.
+    # The learner's last line names this argument as the way to continue.
     os.environ["SLIPSTREAM_RESUME"] = words.resume
     try:
         supervise(config, resume)

@@ -42,7 +42,7 @@ def verifiers_task(environment: Any, *, select: Mapping[str, Any] | None = None,
     Args:
         environment: Id of a task set, such as "gsm8k-v1"; or an `EnvConfig`.
         select: Selects tasks with the fields of the library's `SelectConfig`: {"limit": 1000, "shuffle": True}.
-        **fields: Fields of the `[env]` block of the library's run files, beside a task set's id: taskset={...},
+        **fields: Fields of the `[env]` block of the library's run files, next to a task set's id: taskset={...},
             agent={"harness": {...}, "runtime": {...}}, id=... An `EnvConfig` has its own.
 
     Raises:
@@ -204,7 +204,7 @@ def _outcome(episode: Any, seat: str) -> dict[str, Any]:
     if len(traces) != 1:
         raise RuntimeError(
             f"the environment {episode.env.id!r} ran its agent {seat!r} {len(traces)} times in one episode, each with "
-            f"a reward of its own; environments that run it once can be trained"
+            f"its own reward; environments that run it once can be trained"
         )
     (trace,) = traces
     components = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
@@ -236,7 +236,7 @@ def _locally_run(config: Any) -> Any:
     """Return `config` with a subprocess as runtime for each agent that names no runtime.
 
     The library's default is a remote sandbox, which needs an account. A program that runs no code of the policy may
-    run beside the worker.
+    run next to the worker.
 
     Raises:
         ConfigError: An agent without a runtime executes code of the policy, or needs a container.

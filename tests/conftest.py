@@ -66,7 +66,7 @@ LONG_FILES = (
 
 TESTS = Path(__file__).parent
 
-# Files with real vLLM servers of their own. All others in that folder share one, and so one copy of this process.
+# Files with real vLLM their own servers. All others in that folder share one, and so one copy of this process.
 OWN_SERVERS = (
     "e2e/test_up.py",
     "e2e/test_adapters.py",

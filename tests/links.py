@@ -45,7 +45,7 @@ STARTS_WITHIN_S, GOES_ON_WITHIN_S, ENDS_WITHIN_S = 300.0, 300.0, 600.0
 
 
 class Run:
-    """The processes of a run, each in a host of its own."""
+    """The processes of a run, each in its own host."""
 
     def __init__(self, there: Network, folder: Path, arguments: argparse.Namespace, store: str) -> None:
         self.there, self.folder = there, folder

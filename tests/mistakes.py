@@ -1,6 +1,6 @@
 """The mistakes that people make, each made for real: `python -m tests.mistakes [--only NAME ...] [--model FOLDER]`.
 
-Each is a run of the multiply example in a folder of its own with one thing wrong, against one real vLLM server that all
+Each is a run of the multiply example in its own folder with one thing wrong, against one real vLLM server that all
 of them share. Prints a table: exit code, seconds until the fault is told, the line that tells it, processes left
 running. Exit code 1 if a mistake ends otherwise than it should: with another code, untold, too late, or with something
 left behind.

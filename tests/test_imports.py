@@ -446,7 +446,7 @@ def test_vllm_is_imported_by_its_own_end_alone() -> None:
 
 
 def test_the_commands_name_no_store() -> None:
-    """`slipstream.rollout_queue.store` opens what queue.store names; its variants are files of their own."""
+    """`slipstream.rollout_queue.store` opens what queue.store names; its variants are their own files."""
     for path in (ROOT / "deploy").rglob("*.py"):
         named = re.findall(r"rollout_queue\.store\.(?:sqlite|postgres|memory|migrations|sql)\w*", path.read_text())
         assert not named, path

@@ -1,4 +1,4 @@
-"""Publishes the learner's weights to the servers while the learner goes on training.
+"""Publishes the learner's weights to the servers while the learner continues training.
 
 The learner waits for the snapshot only. On the publisher's thread each server has a task that brings it to the newest
 version and skips versions that were overtaken. A publication counts when `weight_sync.quorum` servers have it. Only the
@@ -167,7 +167,7 @@ class Publisher:
     def wait(self) -> None:
         """Wait until the newest version counts.
 
-        The first version has `vllm.start_timeout_s`. A later one has `weight_sync.timeout_s`, and goes on in the
+        The first version has `vllm.start_timeout_s`. A later one has `weight_sync.timeout_s`, and continues in the
         background after that. Time in a person's pause does not count.
 
         Raises:
@@ -247,7 +247,7 @@ class Publisher:
             f"{fleet.describe_missing(version)}"
         )
         if not first:
-            logger.error("%s; it goes on in the background", text)
+            logger.error("%s; it continues in the background", text)
             return
         fleet.publications.give_up()
         self._handed = None
@@ -259,7 +259,7 @@ class Publisher:
         return f"version {version} on {quorum} servers, {has} have it: {self.fleet.describe_waits()}"
 
     async def _tell(self, what: str | None, loading: bool = False) -> None:
-        """Report to the queue what the learner waits for, for the status (I7). The wait goes on if the queue is
+        """Report to the queue what the learner waits for, for the status (I7). The wait continues if the queue is
         silent."""
         if what is not None:
             logger.info("waiting for %s", what)

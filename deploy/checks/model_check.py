@@ -97,7 +97,7 @@ def check_resumed(config: RunConfig, resume: bool) -> None:
     if differing:
         raise ConfigError(
             f"model.path = {config.model.path} is another model than {saved.parent} was made with: "
-            f"{', '.join(differing)}; go on with the model.path of before, or begin a new run with --run.name"
+            f"{', '.join(differing)}; continue with the model.path of before, or begin a new run with --run.name"
         )
 
 

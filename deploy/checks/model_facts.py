@@ -151,7 +151,7 @@ def _layout(config: RunConfig, architecture: Any) -> str:
     with tempfile.TemporaryDirectory() as folder, _quiet():
         kind = kind_of(architecture, config.images.enabled)
         kind.from_config(small(architecture), trust_remote_code=trusted).save_pretrained(folder)
-        if trusted:  # the model's own code stands beside its config
+        if trusted:  # the model's own code stands next to its config
             for file in Path(config.model.path).glob("*.py"):
                 shutil.copy(file, folder)
         model = config.model.model_copy(update={"path": folder, "revision": None})

@@ -59,7 +59,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
 
     Args:
         config: The run file.
-        resume: Whether the run goes on from its newest checkpoint.
+        resume: Whether the run continues from its newest checkpoint.
 
     Raises:
         ConfigError: Something would stop the run later.

@@ -140,7 +140,7 @@ def _sizes(default: PretrainedConfig) -> dict[str, Any]:
     rope = getattr(default, "rope_parameters", None)
     if isinstance(rope, dict) and "mrope_section" in rope:
         found["rope_parameters"] = {**rope, "mrope_section": _MROPE}
-    # Tokens with a meaning of their own, such as that which stands for images: ids that differ, from the highest down.
+    # Tokens with their own meaning, such as that which stands for images: ids that differ, from the highest down.
     named = [name for name, value in vars(default).items() if name.endswith("_token_id") and isinstance(value, int)]
     found |= {name: VOCABULARY - 1 - place for place, name in enumerate(sorted({*named} - _SIZES.keys()))}
     parts = {name: value for name, value in vars(default).items() if isinstance(value, PretrainedConfig)}

@@ -242,7 +242,7 @@ def _check_lengths(
 
 
 def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None:
-    """Raise `ConfigError` for a `chat.system_prompt` beside prompts that are text."""
+    """Raise `ConfigError` for a `chat.system_prompt` next to prompts that are text."""
     if config.chat.system_prompt is not None and isinstance(row["prompt"], str):
         raise ConfigError(
             f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts{sample.suffix} of "
@@ -277,7 +277,7 @@ def _first_length(config: RunConfig, sample: RowSample, chat: ChatFormat, row: A
         if "chat_template" in cause:
             raise ConfigError(
                 f"model.path = {config.model.path}: its tokenizer has no chat template, and the prompts{sample.suffix} "
-                f"of {config.task.path} are messages: save one beside the tokenizer as chat_template.jinja, or give "
+                f"of {config.task.path} are messages: save one next to the tokenizer as chat_template.jinja, or give "
                 f"the prompts as text ({cause:.200})"
             ) from None
         raise ConfigError(

@@ -16,7 +16,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Stops:
     """Holds these signals back within its context, but for those that are ignored, as under nohup.
 
-    A mask would not do: it is one thread's, and libraries have threads of their own, by which the signal would come.
+    A mask would not do: it is one thread's, and libraries have their own threads, by which the signal would come.
     """
 
     def __enter__(self) -> Stops:

@@ -176,7 +176,7 @@ def _resources(needed: Resources) -> dict[str, Any]:
 
 
 def _run_toml(config: RunConfig, name: str, run_folder: Path) -> str:
-    """Return the run file that all pods read: paths beside it become those of the image."""
+    """Return the run file that all pods read: paths next to it become those of the image."""
     config = on_nodes(config, f"{name}-queue")
     prefix = f"{run_folder.absolute()}/"
 

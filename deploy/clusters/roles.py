@@ -193,8 +193,8 @@ def programs(config: RunConfig, run_file: Path, resume: bool, servers: int) -> l
     Args:
         config: The run file.
         run_file: Where all processes read it.
-        resume: Whether the learner goes on from its newest checkpoint.
-        servers: Servers to start; each has a port of its own, since several may share a node.
+        resume: Whether the learner continues from its newest checkpoint.
+        servers: Servers to start; each has its own port, since several may share a node.
     """
     url = config.queue.address
 

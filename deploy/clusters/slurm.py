@@ -58,7 +58,7 @@ MARGIN_S = 30.0
 # Seconds after which a job that does not stop is told again: a batch script that has only begun misses the signal.
 AGAIN_S = 3.0
 
-# Seconds without an answer of SLURM after which the command gives up; the job goes on.
+# Seconds without an answer of SLURM after which the command gives up; the job continues.
 SILENT_S = 300.0
 
 # States of a job that has ended, as squeue and scontrol spell them.
@@ -79,7 +79,7 @@ def script(config: RunConfig, run_file: str, settings: Sequence[str], resume: bo
         config: The run file.
         run_file: Its path.
         settings: Settings of the command line, as `--worker.count 4`.
-        resume: Whether the run goes on from its newest checkpoint.
+        resume: Whether the run continues from its newest checkpoint.
     """
     parts = Parts.of(config).needs()
     _check_time_limit(config)
@@ -236,7 +236,7 @@ def _gpus(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
 
 
-# How SLURM's commands are run: in a group of their own, which Ctrl-C of the terminal does not reach.
+# How SLURM's commands are run: in their own group, which Ctrl-C of the terminal does not reach.
 _APART: Mapping[str, Any] = {"capture_output": True, "text": True, "timeout": COMMAND_S, "process_group": 0}
 
 
@@ -342,7 +342,7 @@ class _Job:
         except RunFailed as error:
             if self._silence.lasts(error):
                 raise RunFailed(
-                    f"SLURM has not answered for {SILENT_S:g} s: {error}; job {self._number} goes on, its log: "
+                    f"SLURM has not answered for {SILENT_S:g} s: {error}; job {self._number} continues, its log: "
                     f"{self._log}"
                 ) from None
             return self._state

@@ -46,7 +46,7 @@ def in_job() -> bool:
 
 
 def to_resume(config: RunConfig, resume: bool) -> bool:
-    """Tell whether the run goes on: because it was asked to, or since SLURM starts its job again."""
+    """Tell whether the run continues: because it was asked to, or since SLURM starts its job again."""
     if resume or int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
         return resume
     return run_directory.has_checkpoint(config) or open_for_reading(config).run_state().version > 0

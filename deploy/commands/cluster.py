@@ -32,7 +32,7 @@ def run_on(engine: str, config: RunConfig, run_file: str, settings: Sequence[str
         config: The run file as read, with `settings`.
         run_file: Its path.
         settings: Settings of the command line.
-        resume: Whether to go on from the newest checkpoint.
+        resume: Whether to continue from the newest checkpoint.
     """
     if engine == "local":
         supervise(config, resume)

@@ -79,7 +79,7 @@ class EndedRun(msgspec.Struct):
             return f"ended {when}: {self.step} of {self.total_steps} steps made{ends}"
         kept = "no checkpoint" if self.checkpoint_step is None else f"a checkpoint of step {self.checkpoint_step}"
         destroyed = any(cause.about == CAUSE for cause in self.diagnosis)
-        resume = f"go on with --resume {REMEDY}" if destroyed else "go on with --resume"
+        resume = f"continue with --resume {REMEDY}" if destroyed else "continue with --resume"
         after = f"after step {self.step} of {self.total_steps}, with {kept}" if self.step else "before its first step"
         return f"stopped {when} {after}; " + (resume if self.step else "start it again")
 

@@ -142,7 +142,7 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
 
 
 def print_ledger(config: RunConfig) -> None:
-    """Print one JSON object a line, also beside a running queue. Raises `ConfigError` if there is no ledger."""
+    """Print one JSON object a line, also next to a running queue. Raises `ConfigError` if there is no ledger."""
     try:
         rows = store.open_for_reading(config).read_ledger()
     except ConfigError as error:

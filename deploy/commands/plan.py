@@ -36,7 +36,7 @@ def run(
     """Plan a run, print the plan, and draw it in a file if `out` names one.
 
     Args:
-        probes: Whether to measure a server first; what it finds stays beside the record.
+        probes: Whether to measure a server first; what it finds stays next to the record.
 
     Raises:
         ConfigError: There is no record to learn from, the run would never make a step, no server can be measured, or

@@ -39,7 +39,7 @@ def measure(record: Record, run_dir: Path, servers: int) -> Curve:
     config = record.config
     if config.vllm.servers:
         raise ConfigError(
-            f"vllm.servers = {config.vllm.servers}: --probe starts a server of its own, and the run's are elsewhere; "
+            f"vllm.servers = {config.vllm.servers}: --probe starts its own server, and the run's are elsewhere; "
             f"make a short run with vllm.count = 1 on such a machine, and plan --probe --from it there"
         )
     curve = asyncio.run(_measured(record, run_dir, servers))

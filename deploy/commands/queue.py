@@ -31,7 +31,7 @@ class _QueueGroup(TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
-app = typer.Typer(cls=_QueueGroup, help="Run the rollout queue; back up its store, move it, or begin it anew.")
+app = typer.Typer(cls=_QueueGroup, help="Run the rollout queue; back up its store, move it, or begin it again.")
 
 
 @app.command(
@@ -80,10 +80,10 @@ def copy(
 
 @app.command(**reading(*STORE))
 def new(context: typer.Context, run_file: RunFilePath) -> None:
-    """Begin a new ledger beside the run's checkpoints, for a run whose store is lost; an old one is put aside."""
+    """Begin a new ledger next to the run's checkpoints, for a run whose store is lost; an old one is put aside."""
     config = load(run_file, context.args)
     if config.queue.store_kind == ":memory:":
-        raise ConfigError('queue.store = ":memory:" begins anew with each start of the queue: there is nothing to do')
+        raise ConfigError('queue.store = ":memory:" begins again with each start of the queue: there is nothing to do')
     _check_stopped(config)
     _check_has_run(config)
     aside = _set_aside(config)
@@ -95,7 +95,7 @@ def new(context: typer.Context, run_file: RunFilePath) -> None:
     finally:
         store.close()
     moved = f"; what was there is put aside as {aside.name}" if aside else ""
-    typer.echo(f"{config.queue.store}: a new ledger{moved}. Go on with slipstream up {run_file} --resume")
+    typer.echo(f"{config.queue.store}: a new ledger{moved}. Continue with slipstream up {run_file} --resume")
 
 
 def _check_stopped(config: RunConfig) -> None:

@@ -48,7 +48,7 @@ S = TypeVar("S")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's directory, or its run file")],
     compare: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="another run, drawn in dashed lines beside it")
+        Path | None, typer.Option(metavar="RUN_DIR", help="another run, drawn in dashed lines next to it")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="default: report.html in the run's directory")

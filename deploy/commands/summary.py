@@ -203,7 +203,7 @@ class _Record:
         self._before, self.newest_at = status, at
 
     def _tell_stop(self, before: Status, after: Status, found: list[Incident]) -> list[Incident]:
-        """Tell a run that was stopped and went on, where it was, from a queue and a learner that crashed."""
+        """Tell a run that was stopped and continued, where it was, from a queue and a learner that crashed."""
         if (queue := next((of for of in found if of.about == "the queue"), None)) is not None:
             self._restart = queue
         elif after.learner.session == before.learner.session and after.step > before.step:
@@ -212,7 +212,7 @@ class _Record:
         if restart is None or after.learner.session <= before.learner.session or any(of.steps_again for of in found):
             return found
         self._restart = None
-        restart.about, restart.text = "the run", "was stopped, and went on"
+        restart.about, restart.text = "the run", "was stopped, and continued"
         self._stops.append((restart.began, restart.ended or restart.began))
         return [of for of in found if of.about != "the learner"]
 
@@ -280,7 +280,7 @@ def _at_once(before: Status, after: Status, since: float, at: float) -> Iterator
         up = max(since, at - after.uptime_s)
         yield Incident("the queue", "ended, and was started again", since, up)
     if before.learner.session and after.learner.session > before.learner.session:
-        text = f"ended after step {before.step}, and went on from step {after.step}"
+        text = f"ended after step {before.step}, and continued from step {after.step}"
         yield Incident("the learner", text, since, at, steps_again=again)
     elif again:
         yield Incident("the run", f"went back from step {before.step} to {after.step}", since, at, steps_again=again)
@@ -402,7 +402,7 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
         kept = "no checkpoint" if status.checkpoint_step is None else f"a checkpoint of step {status.checkpoint_step}"
         made = f"{status.step} of {status.total_steps} steps are made, with {kept}"
         lower = f" with --resume {REMEDY}" if any(cause.about == CAUSE for cause in status.diagnosis) else " --resume"
-        yield f"{made}; if it was stopped, slipstream up{lower} goes on"
+        yield f"{made}; if it was stopped, slipstream up{lower} continues"
     said = set()
     for incident in incidents:
         # Why groups failed stands in the reason for which a run was given up.

@@ -18,7 +18,7 @@ from slipstream.protocol.status import Limit
 from slipstream.rollout_queue.observe.limits import LimitInputs, limit_of
 
 OWN = "a server or worker more is taken to have a machine or GPU of its own"
-SHARED = "servers that vllm.count starts share this machine's cores; another server or worker has a machine of its own"
+SHARED = "servers that vllm.count starts share this machine's cores; another server or worker has its own machine"
 
 # A gain below this cannot be told from chance.
 MIN_GAIN = 0.03
@@ -169,7 +169,7 @@ def _changes(config: RunConfig, rates: Rates, alone: Rates, shares: bool) -> Ite
         if servers > 1:
             fewer = with_counts(config, servers=servers - 1)
             yield _Case(f"vllm.count = {servers - 1}", fewer, sharing_cores(rates, config, fewer))
-            yield _Case("each vLLM server on a machine of its own", config, alone)
+            yield _Case("each vLLM server on its own machine", config, alone)
     yield _Case("one more vLLM server", more, rates)
     slots = -(-config.worker.episodes * (servers + 1) // servers)
     filled = _with(more, "worker", episodes=slots)

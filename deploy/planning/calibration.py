@@ -18,7 +18,7 @@ _STEPS = (20, 200)
 def calibrated(record: Record) -> Rates:
     """Return the record's rates with servers that are as much slower, or faster, as the run shows them.
 
-    A probe measures a server with nothing beside it. In a run it also takes in new weights, and on one machine learner
+    A probe measures a server with nothing next to it. In a run it also takes in new weights, and on one machine learner
     and workers take part of its cores. Nothing is changed where servers do not limit the run.
     """
     rates, factor, before = record.rates, 1.0, None

@@ -50,7 +50,7 @@ class Shape:
 
 
 def save(curve: Curve, folder: Path) -> None:
-    """Keep a measured curve beside the record of the run that it is for."""
+    """Keep a measured curve next to the record of the run that it is for."""
     (folder / FILE_NAME).write_bytes(msgspec.json.encode(curve))
 
 

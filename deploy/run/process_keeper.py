@@ -415,7 +415,7 @@ async def _first_to_fail(ranks: Sequence[Child]) -> Child:
 
 
 def with_resume(command: Sequence[str]) -> list[str]:
-    """Return a learner's command so that it goes on from the newest checkpoint."""
+    """Return a learner's command so that it continues from the newest checkpoint."""
     return [*command] if "--resume" in command else [*command, "--resume"]
 
 

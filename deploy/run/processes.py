@@ -1,6 +1,6 @@
 """Starts and ends the processes of a run on one machine.
 
-Each child has a process group of its own and its output in a log file. None is left behind: if this process is killed,
+Each child has its own process group and its output in a log file. None is left behind: if this process is killed,
 a guard process ends them.
 """
 
@@ -51,7 +51,7 @@ class Program:
         cores: CPU cores it may use; empty for all.
         health: URL that answers 200 once the process is up; None if it has no such route.
         terminal: Stream that goes to the terminal; the other goes to the log.
-        leaves: Whether it may leave a run that goes on: a server that joined it, once it was removed.
+        leaves: Whether it may leave a run that continues: a server that joined it, once it was removed.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Program:
 
 
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
-    """Return the program of the checks, which need a process of their own: they run the user's task file."""
+    """Return the program of the checks, which need their own process: they run the user's task file."""
     command = [*SLIPSTREAM, "preflight", str(run_file), *_resume(resume)]
     return Program("preflight", "preflight", command, environment_of_role(config, "preflight"), terminal="stderr")
 
@@ -76,7 +76,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
     Args:
         config: The run file as read.
         run_file: The resolved run file that all processes read.
-        resume: Whether the learner goes on from its newest checkpoint.
+        resume: Whether the learner continues from its newest checkpoint.
         devices: Plan of the GPUs; None without GPUs.
     """
     placement = _placement(config)
@@ -146,7 +146,7 @@ def environment_of_role(config: RunConfig, role: ProcessKind) -> dict[str, str]:
 
 
 def typed() -> str:
-    """Return the command that was typed, for the line that says how to go on."""
+    """Return the command that was typed, for the line that says how to continue."""
     program, *arguments = sys.argv
     if Path(program).parent.name == "deploy" or Path(program).name == "slipstream":
         return shlex.join(["slipstream", *arguments])
@@ -228,7 +228,7 @@ class Child:
     def bound_log(self) -> bool:
         """Drop the middle of a log beyond `MAX_LOG_BYTES`: a tool that prints fills a disk in a night.
 
-        The process goes on writing to the same file, at its end. What it writes in this moment may be lost.
+        The process continues writing to the same file, at its end. What it writes in this moment may be lost.
 
         Returns:
             Whether something was dropped.

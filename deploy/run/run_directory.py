@@ -40,18 +40,18 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
     steps = stored.version
     if resume and not has_checkpoint(config) and not steps:
         raise ConfigError(
-            f"--resume: {folder} holds nothing to go on from, neither a checkpoint nor a step; start it without "
+            f"--resume: {folder} holds nothing to continue from, neither a checkpoint nor a step; start it without "
             f"--resume"
         )
     if not resume and has_checkpoint(config):
         raise ConfigError(
-            f"run.name = {name}: {folder} already holds a run; go on with it by --resume, or choose another name: "
+            f"run.name = {name}: {folder} already holds a run; continue with it by --resume, or choose another name: "
             f"--run.name {name}-2"
         )
     if not resume and steps:
         own = config.learner.script is not None
         how = (
-            "; go on from your script's own checkpoint by --resume"
+            "; continue from your script's own checkpoint by --resume"
             if own
             else ", without a checkpoint; begin again at its first step by --resume"
         )
@@ -64,10 +64,10 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
 def to_go_on(config: RunConfig) -> str:
     """Say what to do after the learner has failed."""
     if has_checkpoint(config):
-        return "go on from its newest checkpoint with --resume"
+        return "continue from its newest checkpoint with --resume"
     if _steps(config) and config.learner.script is not None:
         return (
-            "mend it and start again with --resume: it goes on from the checkpoint whose step it gives to join(step=)"
+            "mend it and start again with --resume: it continues from the checkpoint whose step it gives to join(step=)"
         )
     if _steps(config):
         return "it made no checkpoint: begin again at its first step with --resume"
@@ -95,7 +95,7 @@ def finished(config: RunConfig) -> int | None:
 
 
 def clear(config: RunConfig) -> Path | None:
-    """Move the files of a start that made no step into a folder of their own, and what its queue has stored with them.
+    """Move the files of a start that made no step into their own folder, and what its queue has stored with them.
 
     Call it for a run that is not resumed, after `check_run_directory` and with the directory held.
 

@@ -1,6 +1,6 @@
 """Runs a whole run on one machine: checks, starts, watches, restarts and stops its processes.
 
-Nothing is left running, however the run ends. Each child has a process group of its own, which gets SIGTERM and, after
+Nothing is left running, however the run ends. Each child has its own process group, which gets SIGTERM and, after
 `deploy.grace_s`, SIGKILL; a guard process does it if the supervisor is killed. The learner is ended first, so that the
 queue still takes its last report. After Ctrl-C it gets SIGINT and all the time that it needs for its checkpoint; a
 second Ctrl-C gives that up, and SIGTERM sets the limit of `deploy.grace_s`.
@@ -50,7 +50,7 @@ def supervise(config: RunConfig, resume: bool = False, engine: Engine | None = N
 
     Args:
         config: The run file.
-        resume: Whether to go on from the newest checkpoint; a run that has made its last step is left as it is.
+        resume: Whether to continue from the newest checkpoint; a run that has made its last step is left as it is.
         engine: Where its processes are placed; None: on this machine.
 
     Raises:
@@ -200,7 +200,7 @@ class _Checked(msgspec.Struct):
 
 
 async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> _Checked:
-    """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
+    """Run the checks in their own process: they import the user's task file, whose prints, threads and libraries
     do not belong in the supervisor.
 
     Raises:

@@ -42,7 +42,7 @@ class Wait:
 
 
 class Terminal:
-    """The terminal of a run. Use it as a context manager, and run `keep_telling` beside the work.
+    """The terminal of a run. Use it as a context manager, and run `keep_telling` during the work.
 
     Args:
         clock: Monotonic time in seconds.

@@ -86,7 +86,7 @@ def _gpt_oss(text: Facts, dtype: str) -> str | None:
 
 
 def _kimi_linear(text: Facts, dtype: str) -> str | None:
-    return f"vLLM's CPU build cannot load it beside numba: {_ELSEWHERE}" if find_spec("numba") else None
+    return f"vLLM's CPU build cannot load it next to numba: {_ELSEWHERE}" if find_spec("numba") else None
 
 
 def _lfm2(text: Facts, dtype: str) -> str | None:

@@ -2,7 +2,7 @@
 
 By default vLLM takes 92 % of the machine's memory for one server on a CPU, and refuses to start if less is free
 (vllm 0.32, `cpu_worker.py`), as it always is next to a learner or a second server. Its blocks have 128 tokens there,
-and only whole blocks are cached: the episodes of a group would each compute a prompt of 100 tokens anew. A step takes
+and only whole blocks are cached: the episodes of a group would each compute a prompt of 100 tokens again. A step takes
 up to 2,048 tokens, which are 5 seconds of one core for a model of 135 M, in which no other sequence moves on.
 """
 
@@ -79,7 +79,7 @@ class Budget:
     Attributes:
         least: One sequence of `vllm.max_model_len`; vLLM refuses to start with less.
         most: `vllm.max_num_seqs` sequences as long as episodes can be.
-        room: Memory left for it beside everything else; below 0 if there is none.
+        room: Memory left for it next to everything else; below 0 if there is none.
     """
 
     least: int

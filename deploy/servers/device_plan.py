@@ -8,9 +8,9 @@ A plan counts every byte that `gpu_memory` knows of, and is refused where they d
 leaves open are chosen from the memory that there is.
 
 vLLM measures its memory by what is free on the whole device (vllm 0.32, `mem_utils.py` 309, `gpu_worker.py` 719), so
-that any process which starts, ends or works beside it spoils the figure. A server on a shared GPU is therefore told the
-size of its cache (`--kv-cache-memory-bytes`, with which vLLM does not measure), and the learner gets an upper bound.
-That holds in any order of starts, also for a server that restarts beside a learner at work.
+that any process which starts, ends or works next to it spoils the figure. A server on a shared GPU is therefore told
+the size of its cache (`--kv-cache-memory-bytes`, with which vLLM does not measure), and the learner gets an upper
+bound. That holds in any order of starts, also for a server that restarts next to a learner at work.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ USABLE = 0.92
 # Shares of a GPU that its servers take together, without and with a learner on it, if the model's size is not known.
 UNKNOWN_ALONE, UNKNOWN_BESIDE = 0.7, 0.35
 
-# Rows that a learner takes, in tokens, the first that fits; beside a server not above the default.
+# Rows that a learner takes, in tokens, the first that fits; next to a server not above the default.
 ROWS = (32768, 16384, 8192, 4096, 2048)
 ROWS_BESIDE = ROWS[2:]
 
 # Sequences that a server computes at once: vLLM captures a graph for each size, and holds the logits of all.
 MAX_SEQUENCES = 256
 
-# Whole sequences that a server's cache should hold beside a learner, before the learner gets more.
+# Whole sequences that a server's cache should hold next to a learner, before the learner gets more.
 ENOUGH_SEQUENCES = 16
 
 
@@ -57,7 +57,7 @@ class Seat:
 
     Attributes:
         entries: Its CUDA_VISIBLE_DEVICES.
-        share: Share of their memory that a server, or a learner beside servers, takes; 0 for no bound.
+        share: Share of their memory that a server, or a learner next to servers, takes; 0 for no bound.
         cache: Bytes of a server's cache on each GPU; 0: vLLM measures what is left of its share.
         counted: What it takes of a GPU by kind; None if the model's size is not known.
     """
@@ -247,7 +247,7 @@ def _row(
 ) -> tuple[dict[tuple[str, str], Any], LearnerBytes]:
     """Choose the learner's row and its checkpointing, as far as the run file leaves them open, and count its bytes.
 
-    Without checkpointing a step is faster than with longer rows, so that comes first. Beside servers, the first pass
+    Without checkpointing a step is faster than with longer rows, so that comes first. Next to servers, the first pass
     asks for caches that hold enough sequences to keep the servers busy.
     """
     learner, longest = config.learner, config.vllm.max_model_len
@@ -276,7 +276,7 @@ def _row(
             return {name: value for name, value in found.items() if name[1] not in is_set}, count
     entry, of_servers = seats.learner[0], ""
     if server:
-        of_servers = f", and each of {beside} servers beside it {gib(server.total)} ({server})"
+        of_servers = f", and each of {beside} servers next to it {gib(server.total)} ({server})"
     raise _DoesNotFit(
         f"GPU {entry} has {gib(room)} to give ({USABLE:.0%} of {gib(room / USABLE)}): a rank of the learner takes "
         f"{gib(least.total)} ({least}){of_servers}"

@@ -114,7 +114,7 @@ class ServerBytes(ByteCounts):
 
     Attributes:
         weights: Its shard of the weights that serve.
-        new_weights: The shard of the next version, built beside generation.
+        new_weights: The shard of the next version, built during generation.
         staging: Buffers for what arrives.
         engine: vLLM's own.
         cache: Keys and values.
@@ -323,7 +323,7 @@ def _optimiser_state(learner: LearnerSection, trained: int, ends: int, kept: int
 
 
 def _further_models(learner: LearnerSection, reference: int, previous: int, adapted: bool) -> int:
-    """Return the bytes of the models beside the policy. The base of an adapter is the reference already."""
+    """Return the bytes of the models next to the policy. The base of an adapter is the reference already."""
     of_reference = reference if learner.kl_coef > 0 and not adapted else 0
     return of_reference + (previous if learner.proximal == "last_step" else 0)
 

@@ -110,7 +110,7 @@ def _own_url(config: RunConfig, queue_url: str) -> str:
 
 
 def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run `run_server` in an event loop of its own."""
+    """Run `run_server` in its own event loop."""
     return asyncio.run(run_server(config, joining, command, env))
 
 
@@ -119,7 +119,7 @@ async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[s
     token = config.token_for("learner")
     client = QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says")
     async with client as queue, contextlib.AsyncExitStack() as cleanup:
-        another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "
+        another = f"to start another one, give it its own port, such as --vllm.port {config.vllm.port + 1}; "
         await check_free(queue, joining.name, joining.url, another)
         await queue.put_server(Server(joining.name, joining.url))
         logger.info("%s joins the run at %s, as %s", joining.name, joining.queue_url, joining.url)
@@ -127,7 +127,7 @@ async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[s
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signals.put_nowait, number)
-        # In a session of its own, so that Ctrl-C reaches this process alone. The guard ends it if this one is killed.
+        # In its own session, so that Ctrl-C reaches this process alone. The guard ends it if this one is killed.
         child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
         guard = ProcessGuard(BUSY_GRACE_S)
         guard.add(child.pid)
@@ -171,7 +171,7 @@ class _Watch:
     async def until_removed(self) -> None:
         """Wait until the registry no longer has the server: once it has drained, or if its name is another server's.
 
-        A queue that does not answer may be restarting, so that is logged once and the wait goes on.
+        A queue that does not answer may be restarting, so that is logged once and the wait continues.
         """
         name, url = self._joining.name, self._joining.url
         while True:
@@ -202,7 +202,7 @@ async def _drain(
     """Take the server out of the run; returns when it has drained, vLLM has ended, or a second signal has come.
 
     After its own `vllm.drain_timeout_s`, which may be less than the run's, it is removed with requests at work, which
-    go on elsewhere.
+    continue elsewhere.
 
     Args:
         silent: Whether the queue did not answer the last look; then it is not waited for.
@@ -224,7 +224,7 @@ async def _drain(
         except QueueError:
             left = await queue.remove_server(joining.name, now=True)
             logger.warning(
-                "%s leaves with requests at work, which go on elsewhere: vllm.drain_timeout_s = %g is over",
+                "%s leaves with requests at work, which continue elsewhere: vllm.drain_timeout_s = %g is over",
                 joining.name,
                 config.vllm.drain_timeout_s,
             )

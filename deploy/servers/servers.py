@@ -64,7 +64,7 @@ def check_reachable_by_others(url: str, queue_url: str, remedy: str) -> None:
 async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "") -> None:
     """Raise `ConfigError` if another server has the name, or the server is in the run under another name.
 
-    `elsewhere`: how a server that is not started yet gets an address of its own, for the message.
+    `elsewhere`: how a server that is not started yet gets its own address, for the message.
     """
     for server in await queue.servers():
         if server.name == name and server.url != url and server.state is not ServerState.DOWN:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Each adapter takes memory of the server.
 MAX_ADAPTERS = 8
 
-# Seconds to try to reach the queue. It may start beside the server, which takes about two seconds.
+# Seconds to try to reach the queue. It may start next to the server, which takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 
 THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
@@ -84,7 +84,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         # /inference/v1/generate: tokens in, tokens out.
         "--enable-scale-out",
         *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),
-        # Our routes beside vLLM's, and the methods of its workers that they call.
+        # Our routes next to vLLM's, and the methods of its workers that they call.
         *("--middleware", "slipstream.weight_sync.vllm.middleware.Slipstream"),
         *("--worker-extension-cls", "slipstream.weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[1]
 
-# Each is a module beside this one with a function `page`.
+# Each is a module next to this one with a function `page`.
 PAGES = ("settings", "algorithms", "from_trl", "models", "sizing", "measured_on_gpus")
 
 

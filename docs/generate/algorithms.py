@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md from the docstrings in `learner/algorithm` and the notes beside the presets."""
+"""Writes docs/algorithms.md from the docstrings in `learner/algorithm` and the notes next to the presets."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def _tables() -> str:
 
 
 def page() -> str:
-    """Returns the page as it is, with its tables written anew."""
+    """Returns the page as it is, with its tables written again."""
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
     return f"{head}{BEGIN}\n\n{_tables()}\n\n{END}{rest.split(END, 1)[1]}"
 

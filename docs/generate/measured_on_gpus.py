@@ -1,4 +1,4 @@
-"""Writes the table of docs/measured_on_gpus.md, from the results beside it if there are any; the rest is by hand."""
+"""Writes the table of docs/measured_on_gpus.md, from the results next to it if there are any; the rest is by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = PAGE.with_suffix(".json")
 
 
 def page() -> str:
-    """Returns the page as it is, with its table written anew."""
+    """Returns the page as it is, with its table written again."""
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None
     on = ""

@@ -49,7 +49,7 @@ Formats accept much that they render to nothing. So words that no format contain
 in names, values and types of tools' parameters. What is not shown as it is, is written in another form that is shown:
 
 - a developer's message as a system message; further messages at the beginning within the first one;
-- a second call of a turn, and text beside a call, as turns of their own; an object as a tool's result as JSON text;
+- a second call of a turn, and text next to a call, as turns of their own; an object as a tool's result as JSON text;
 - a parameter's schema without `$ref` and unions with null, or as JSON in its description.
 
 `slipstream doctor run.toml` names these changes under "model, chat". What is shown in no form is refused with its role

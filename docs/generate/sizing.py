@@ -30,7 +30,7 @@ _QUANTISED: dict[str, dict[str, Any]] = {
     "vllm": {"args": ["-tp", "2"], "count": 2},
 }
 
-# Model, its shape, number of GPUs, gigabytes of each, and the settings beside `model.dtype = "bfloat16"`.
+# Model, its shape, number of GPUs, gigabytes of each, and the settings next to `model.dtype = "bfloat16"`.
 PLANS: tuple[tuple[str, ModelShape, int, int, dict[str, dict[str, Any]]], ...] = (
     ("0.6B", SMALL, 1, 24, {}),
     ("0.6B", SMALL, 1, 80, {}),
@@ -49,7 +49,7 @@ PLANS: tuple[tuple[str, ModelShape, int, int, dict[str, dict[str, Any]]], ...] =
 
 
 def page() -> str:
-    """Returns the page as it is, with its table written anew."""
+    """Returns the page as it is, with its table written again."""
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
     lines = ["| model | GPUs | settings | plan |", "|---|---|---|---|", *(_row(*each) for each in PLANS)]
     return f"{head}{BEGIN}\n\n{chr(10).join(lines)}\n\n{END}{rest.split(END, 1)[1]}"

@@ -20,9 +20,9 @@ class Recipe:
         tools: Functions, or their JSON schemas.
         correct: Draws a demonstration that solves its prompt.
         mixed: Draws a demonstration that is flawed with some probability, which sets the reward that RL starts from.
-        whole: Texts that stay one token each, beside single digits, such as the names in the prompts. The policy copies
-            them in one piece. The text between them may become one token, however long, which makes turns short. None:
-            tokens end at words.
+        whole: Texts that stay one token each, next to single digits, such as the names in the prompts. The policy
+            copies them in one piece. The text between them may become one token, however long, which makes turns short.
+            None: tokens end at words.
         vocabulary: Number of token ids.
         layers: Number of layers.
         hidden: Hidden size.

@@ -1,7 +1,7 @@
-"""Parts of an algorithm beside objective and correction: masks, regularisers and the loss of a mixture's routers.
+"""Parts of an algorithm next to objective and correction: masks, regularisers and the loss of a mixture's routers.
 
 A mask takes tokens from the objective. A regulariser adds a term to the loss, or takes one from the rewards, so that
-the policy stays near a reference or keeps its entropy. All are off by default, and any may be set beside the others.
+the policy stays near a reference or keeps its entropy. All are off by default, and any may be set next to the others.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def build_masks(section: LearnerSection) -> dict[str, Mask]:
 
 
 class Regulariser(ABC):
-    """The interface of a term of the loss beside the objective's: a pure function of tokens before any correction. A
+    """The interface of a term of the loss next to the objective's: a pure function of tokens before any correction. A
     variant reads its own settings from `section`.
 
     Attributes:

@@ -183,7 +183,7 @@ MIN_SHARE = 0.8
 # Kernels are fastest at lengths of whole vectors; below this length the padding would cost more.
 ALIGNED_FROM, ALIGNMENT = 32, 8
 
-# A span of this many queries or more is worth a call of its own.
+# A span of this many queries or more is worth its own call.
 LARGE_SPAN = 256
 
 # Spans of one batch differ by at most these factors, in queries and in keys.

@@ -103,7 +103,7 @@ def attentions(layout: Layout) -> Sequence[str | None]:
 
 
 def set_batch_attention(network: Any, names: Sequence[str] = BATCH_ATTENTION) -> str:
-    """Give a network the best attention of its own for whole sequences, and return its name."""
+    """Give a network its own best attention for whole sequences, and return its name."""
     for name in names:
         try:
             network.set_attn_implementation(name)
@@ -115,7 +115,7 @@ def set_batch_attention(network: Any, names: Sequence[str] = BATCH_ATTENTION) ->
 
 
 def _sequence_numbers(row: PackedRow) -> torch.Tensor:
-    """Return the number of each token's sequence, int32 [1, T]: layers with a state take it beside the bounds."""
+    """Return the number of each token's sequence, int32 [1, T]: layers with a state take it next to the bounds."""
     lengths = torch.tensor(row.starts).diff()
     numbers = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
     return paths.sent(numbers[None], row.input_ids.device)

@@ -49,7 +49,7 @@ class RowLayout:
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
-    """Return the arguments that a transformers model needs, beside ids and positions, to keep the sequences of `row`
+    """Return the arguments that a transformers model needs, next to ids and positions, to keep the sequences of `row`
     apart."""
     return {"row_layout": RowLayout(row)} if implementation == PACKED_ATTENTION else sequence_bounds(row)
 
@@ -147,7 +147,7 @@ def _window(module: torch.nn.Module, named: int | None) -> int | None:
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast as torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
+    """Cast as torch's own attention does under autocast: norms and rotary embeddings leave float32 next to 16 bits."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))

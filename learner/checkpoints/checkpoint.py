@@ -169,8 +169,8 @@ def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
         was = "was made with an adapter" if has else "was made without an adapter"
         now = "lora.r = 0" if has else "lora.r is above 0"
         raise ConfigError(
-            f"{checkpoint.path} {was}, and {now}: go on with the [lora] that it was made with, or begin a new run from "
-            f"its merged model with --run.name and --model.path {checkpoint.model_path}"
+            f"{checkpoint.path} {was}, and {now}: continue with the [lora] that it was made with, or begin a new run "
+            f"from its merged model with --run.name and --model.path {checkpoint.model_path}"
         )
 
 
@@ -208,7 +208,7 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{path} is damaged and cannot be read ({type(error).__name__}: {first}): move {checkpoint.path} away, and "
-            f"go on from the checkpoint before it with --resume"
+            f"continue from the checkpoint before it with --resume"
         ) from error
     trainer.restore(saved, checkpoint.path / PARTS)
     _set_random_state(saved["random"])

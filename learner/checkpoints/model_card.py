@@ -1,4 +1,4 @@
-"""Writes a checkpoint's model card: `README.md` beside the weights, as the hub shows it, with its papers."""
+"""Writes a checkpoint's model card: `README.md` next to the weights, as the hub shows it, with its papers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def choose(
     if passed:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in passed)
         raise ConfigError(
-            f"{places.folder(run_dir)} holds no checkpoint that the run can go on from: {reasons}. Put a whole one "
+            f"{places.folder(run_dir)} holds no checkpoint that the run can continue from: {reasons}. Put a whole one "
             f"there, or move these away, and start with --resume: where there is none it begins at step 0 again. If "
             f"the queue's store is another run's, stop the queue and move its store out of {run_dir}"
         )
@@ -91,7 +91,7 @@ def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
     if made is None or info.version in made:
         return None
     return (
-        f"it has version {info.version}, and step {info.step} of the run that goes on made version {made[0]}: {cause}"
+        f"it has version {info.version}, and step {info.step} of the run that continues made version {made[0]}: {cause}"
     )
 
 
@@ -150,7 +150,7 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        # A model with code of its own may need weights here.
+        # A model with its own code may need weights here.
         logger.warning(
             "lora: the model's structure cannot be made without its weights (%s: %s): whether the adapter fits is seen "
             "when the learner has loaded them",

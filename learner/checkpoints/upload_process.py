@@ -1,4 +1,4 @@
-"""Uploads one model to the hub in a process of its own, which can be killed: a hub that never answers holds threads
+"""Uploads one model to the hub in its own process, which can be killed: a hub that never answers holds threads
 that Python would wait for at its end.
 
 `python -m slipstream.learner.checkpoints.upload_process REQUEST` sends it. Its last line is the answer in JSON.

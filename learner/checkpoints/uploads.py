@@ -1,6 +1,6 @@
 """Writes the model card of each checkpoint, and uploads models to the hub if the run file says so.
 
-Uploads run beside the training: whatever the hub does neither blocks nor ends the run. Nothing here imports torch, as
+Uploads run during the training: whatever the hub does neither blocks nor ends the run. Nothing here imports torch, as
 the checks before a run ask whether an upload could work.
 """
 
@@ -169,7 +169,7 @@ class Uploads:
 
     def _fail(self, text: str) -> None:
         self.failed += 1
-        self._warn(f"{text}; the run goes on, and the checkpoint is in the run directory")
+        self._warn(f"{text}; the run continues, and the checkpoint is in the run directory")
 
 
 def _link(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The queue client for callers that are not async: it runs on an event loop of its own, in a thread."""
+"""The queue client for callers that are not async: it runs on its own event loop, in a thread."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ once, because that returns its permit to the workers. Right before its step the 
 server whose proof has failed meanwhile is not trained (I5).
 
 A batch that is left out makes no version. The next one, which was judged for the version after, takes its place and is
-judged anew, and so do all that follow. Leasing other groups for the step instead could wait forever, since the groups
+judged again, and so do all that follow. Leasing other groups for the step instead could wait forever, since the groups
 held for later steps may be all that admission allows.
 
 A lease that lapses, because the queue could not be reached for longer than it lasts, is no loss: this learner is the
-only one that leases, so its drafts lease their groups anew, each its own. Groups that are in training meanwhile are
+only one that leases, so its drafts lease their groups again, each its own. Groups that are in training meanwhile are
 acknowledged as they would have been, and none gets into a second draft (I1).
 """
 
@@ -316,7 +316,7 @@ class Feeder:
                 return {}
             if refusal.reason != reasons.LEASE_LAPSED:
                 raise LeaseLost(f"lease {lease_id} cannot be renewed: {refusal}") from refusal
-            logger.warning("%s; leasing them anew", refusal)
+            logger.warning("%s; leasing them again", refusal)
             lost = await self._lease_anew()
             return {ticket: reason for ticket, reason in lost.items() if ticket in have}
 

@@ -277,7 +277,7 @@ def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], 
     """Even the rows out: as many rows as `bins`, of about equal cost.
 
     The unit of highest cost goes first, to the row that costs least so far and has room (Graham, 1969). Even rows need
-    less memory than a full one beside one that is nearly empty, and ranks do not wait for each other.
+    less memory than a full one next to one that is nearly empty, and ranks do not wait for each other.
 
     Returns:
         Indices by row; `bins` as they are where the units do not fit in this way.

@@ -60,7 +60,7 @@ def build(sequences: Sequence[npt.NDArray[np.int32]], branches: bool = True) -> 
 
     Args:
         sequences: int32 [T_i] each, T_i >= 1.
-        branches: False for attention that knows whole sequences only: then every path is a node of its own, and a
+        branches: False for attention that knows whole sequences only: then every path is its own node, and a
             sequence shares tokens with another only if one is the beginning of the other.
     """
     order = sorted_order(sequences)

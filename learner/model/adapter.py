@@ -1,8 +1,8 @@
 """An adapter that trains while the model's own weights stay (LoRA, arXiv:2106.09685), by peft.
 
 Its weights are float32 whatever the base has. It is published merged, under the checkpoint's names, so servers need not
-know of it; or by itself, to servers that load it beside the base. A checkpoint holds it as peft does, beside the merged
-model.
+know of it; or by itself, to servers that load it next to the base. A checkpoint holds it as peft does, next to the
+merged model.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Adapter:
         ]
         if changed:
             raise ConfigError(
-                f"{folder}: the checkpoint's adapter is another: {', '.join(changed)}; go on with the settings that "
+                f"{folder}: the checkpoint's adapter is another: {', '.join(changed)}; continue with the settings that "
                 f"it was made with, or begin a new run with --model.path {folder.parent / 'model'}"
             )
 
@@ -179,7 +179,7 @@ class Adapter:
         loaded = self.tensors()
         if loaded.keys() != state.keys() or not all(torch.equal(loaded[n].cpu(), state[n]) for n in state):
             raise ConfigError(
-                f"{folder / WEIGHTS}: its weights are not those of this model's adapter: go on with the model.path "
+                f"{folder / WEIGHTS}: its weights are not those of this model's adapter: continue with the model.path "
                 f"that it was made with"
             )
 

@@ -247,7 +247,7 @@ LEAK = {torch.float32: 5e-6, torch.float64: 5e-6}
 LEAK_OF_16_BITS = 0.02
 
 # Tokens of the made-up sequences: the first two share their first `SHARED` tokens, the others nothing. Padded, the last
-# one stands beside the second.
+# one stands next to the second.
 LENGTHS = (13, 9, 12, 8)
 
 SHARED = 5
@@ -265,8 +265,8 @@ WORK_ELSEWHERE = 1e14
 # Sequences of a row that are compared.
 _COMPARED = len(LENGTHS)
 
-# Sequences whose first halves are kept while all else in the row is drawn anew. In pairs it is half the work, and of
-# the other sequence of the pair the second half is drawn anew too.
+# Sequences whose first halves are kept while all else in the row is drawn again. In pairs it is half the work, and of
+# the other sequence of the pair the second half is drawn again too.
 _KEPT_ALONE = ((0,), (1,), (2,), (3,))
 _KEPT_IN_PAIRS = ((0, 3), (1, 2))
 

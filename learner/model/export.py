@@ -1,8 +1,8 @@
 """Exports a network's weights under the names of its checkpoint, which servers know.
 
 transformers fuses and renames weights when it loads some architectures (the experts of a mixture become two tensors),
-and undoes it when it saves. The same conversion, reversed, names what is published. A matrix with an adapter beside it,
-or in 4 or 8 bits, is made whole when its turn comes, one at a time: there is no second copy of the model.
+and undoes it when it saves. The same conversion, reversed, names what is published. A matrix with an adapter next to
+it, or in 4 or 8 bits, is made whole when its turn comes, one at a time: there is no second copy of the model.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Policy(torch.nn.Module):
         self._write_config(folder / "config.json")
 
     def save_without_weights(self, folder: Path) -> None:
-        """Write the files of a model folder beside the weights."""
+        """Write the files of a model folder next to the weights."""
         self.save(folder, {})
         (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # some releases write an empty one
 

@@ -99,7 +99,7 @@ def check_quantisation(model: ModelSection) -> None:
     setting = f"model.load_in_{bits}bit = true"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"{setting} needs a GPU, and torch finds none here: leave it out; an adapter trains beside a base in "
+            f"{setting} needs a GPU, and torch finds none here: leave it out; an adapter trains next to a base in "
             f"model.dtype, too"
         )
     if find_spec("bitsandbytes") is None:

@@ -46,7 +46,7 @@ class Reference(ABC):
 
 
 class ReferenceModel(Reference):
-    """A model of its own beside the policy: one more copy of the weights."""
+    """A model of its own next to the policy: one more copy of the weights."""
 
     def __init__(self, model: Policy) -> None:
         self._own = model.requires_grad_(False)

@@ -31,7 +31,7 @@ from slipstream.learner.model import export, loading
 from slipstream.learner.ranks import wrapping
 from slipstream.protocol.config import ConfigError, ModelSection
 
-# Bytes to read of a file before it is opened anew: pages that were read count as memory while a file is mapped.
+# Bytes to read of a file before it is opened again: pages that were read count as memory while a file is mapped.
 REOPEN_BYTES = 64 << 20
 
 

@@ -288,7 +288,7 @@ class Alarm:
             threading.Thread(target=self._tell, args=(new, back, list(found.values())), daemon=True).start()
 
     def _tell(self, new: list[Silence], back: set[int | None], found: list[Silence]) -> None:
-        """Report on a thread of its own: a terminal may be held, and the queue slow."""
+        """Report on its own thread: a terminal may be held, and the queue slow."""
         for silence in new:
             self.say(
                 f"{named(silence)} gives no sign of life for {silence.seconds:.0f} s: the run ends after "

@@ -170,7 +170,7 @@ class Stop:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Make a signal wait until the block ends: what is half-way would be begun anew."""
+        """Make a signal wait until the block ends: what is half-way would be begun again."""
         self._finishing = True
         try:
             yield

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class Record:
     """One line of a journal, about optimiser step `step`.
 
-    A field that is a dataclass is a part: its fields stand in the line beside the record's own, so a metric is named
+    A field that is a dataclass is a part: its fields stand in the line next to the record's own, so a metric is named
     once, where it is made.
 
     Attributes:
@@ -73,7 +73,7 @@ class Journal(Generic[R]):
     """A file of JSON lines on one time line: opened at step c, it forgets what was written after c.
 
     A line that cannot be written, as where the disk is full, waits for the next one: no step depends on its report. A
-    file that somebody deleted is written anew.
+    file that somebody deleted is written again.
 
     Args:
         warn: Called with a text when lines begin to wait, and when they are written.
@@ -116,14 +116,14 @@ class Journal(Generic[R]):
         try:
             if not self._path.exists():
                 if not self._failed:
-                    self._warn(f"{self._path} was deleted: it is written anew")
+                    self._warn(f"{self._path} was deleted: it is written again")
                 self._waiting = [_line(record) for record in self.records[: -len(self._waiting)]] + self._waiting
             append_whole(self._path, b"".join(self._waiting))
         except OSError as error:
             if not self._failed:
                 self._failed = True
                 why = os.strerror(error.errno) if error.errno else str(error)
-                self._warn(f"{self._path} cannot be written: {why}; the run goes on, and the lines wait for room")
+                self._warn(f"{self._path} cannot be written: {why}; the run continues, and the lines wait for room")
             return
         if self._failed:
             self._failed = False

@@ -113,7 +113,7 @@ class TerminalProgress:
         self._to_log(logging.WARNING, text)
 
     def show_evaluation(self, evaluation: Evaluation, text: str) -> None:
-        """Print an evaluation that has ended; from here on the newest is named beside the steps."""
+        """Print an evaluation that has ended; from here on the newest is named next to the steps."""
         if self._evaluation is None or evaluation.step >= self._evaluation.step:
             self._evaluation = evaluation
         self.say(text)

@@ -162,7 +162,7 @@ class Watch:
             key = (notice.kind, notice.who, notice.text)
             if notice.who == LEARNER:
                 continue  # The learner showed it when it happened.
-            if key not in self._told:  # not by id: a queue that restarts counts ids anew
+            if key not in self._told:  # not by id: a queue that restarts counts ids again
                 self._told.add(key)
                 self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)
                 of_servers += [notice.text] if notice.kind == reasons.SERVER else []

@@ -204,7 +204,7 @@ logger = logging.getLogger(__name__)
 
 
 class Curve:
-    """Keeps the picture at `path` up to date beside the training, drawn at most once in `DRAW_EVERY_S` seconds."""
+    """Keeps the picture at `path` up to date during the training, drawn at most once in `DRAW_EVERY_S` seconds."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path

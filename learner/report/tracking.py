@@ -1,6 +1,6 @@
 """Sends each step's metrics to the trackers of `tracking.report_to`, under the names that `metrics.jsonl` uses.
 
-Each tracker has a thread of its own: whatever it does, or fails to do, neither blocks nor ends the run. A resumed run
+Each tracker has its own thread: whatever it does, or fails to do, neither blocks nor ends the run. A resumed run
 continues at the same place, by what `trackers.json` in the run directory keeps.
 """
 
@@ -110,7 +110,7 @@ class Tracking:
         self._sent: dict[str, int] = {}
         if not names:
             return
-        # A run that begins anew is another run to the trackers, whatever a folder of this name held before.
+        # A run that begins again is another run to the trackers, whatever a folder of this name held before.
         found = Memory.of(config.run_dir) if step else Memory()
         seen = max(found.seen, newest) if step else 0
         self._memory = Memory(found.ids, seen, found.known).with_trackers(names)
@@ -252,7 +252,7 @@ class Background:
     def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            self._warn(f"tracker {self.name}: {why}; the run goes on, and metrics.jsonl has every step")
+            self._warn(f"tracker {self.name}: {why}; the run continues, and metrics.jsonl has every step")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,9 +2,9 @@
 
 As in PaLM (arXiv:2204.02311, appendix B), the model needs one forward and one backward pass of the policy: 6 FLOPs for
 each weight that a token is multiplied with, and 12 for each pair of tokens in attention, layer and channel. Arithmetic
-done twice (`learner.gradient_checkpointing`) or beside it (a reference, a survey, a tower of images) does not count, so
-these lower the utilisation. Attention is causal here, tokens that samples share count once, and the output layer sees
-scored tokens only. Of layers with a state (linear attention, convolutions) the weights count, not the recurrence.
+done twice (`learner.gradient_checkpointing`) or next to it (a reference, a survey, a tower of images) does not count,
+so these lower the utilisation. Attention is causal here, tokens that samples share count once, and the output layer
+sees scored tokens only. Of layers with a state (linear attention, convolutions) the weights count, not the recurrence.
 """
 
 from __future__ import annotations

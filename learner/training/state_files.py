@@ -1,6 +1,6 @@
 """Writes what the optimiser remembers by rank, and reads it back with any number of ranks.
 
-Each rank writes its rows of sharded tensors to a file of its own, in the layout of torch's distributed checkpoints
+Each rank writes its rows of sharded tensors to its own file, in the layout of torch's distributed checkpoints
 (torch.distributed.checkpoint) on safetensors: a file says of each tensor at which row it begins. torch's reader then
 gives a rank the rows that it holds, from whichever files have them. No rank needs another to write or to read, and
 nothing is pickled (I8).
@@ -25,7 +25,7 @@ from slipstream.learner.ranks.team import Team
 
 # Stands for a tensor that is in the files: its shape and type.
 _SHAPE, _TYPE = "shape of a sharded tensor", "dtype"
-# Bytes that are read before the files are opened anew: pages that were read count as memory while a file is mapped.
+# Bytes that are read before the files are opened again: pages that were read count as memory while a file is mapped.
 BATCH_BYTES = 64 << 20
 
 # torch's names in the metadata of a file.

@@ -12,7 +12,7 @@ from slipstream.protocol.config.sections.base import toml_value
 # A learning rate too low for an adapter, which starts at zero and is far smaller than the full weights.
 _LITTLE = 5e-6
 
-# Words that `lora.target_modules` may be, beside a list or an expression.
+# Words that `lora.target_modules` may be, next to a list or an expression.
 _KINDS = ("all-linear", "auto")
 
 AdapterOnly = bool | Literal["auto"]
@@ -92,7 +92,7 @@ def pattern_of(key: str) -> str:
 
 
 def unservable(model: ModelSection, lora: LoraSection) -> str | None:
-    """Return the setting for which vLLM cannot serve this adapter beside its base; None if it can."""
+    """Return the setting for which vLLM cannot serve this adapter next to its base; None if it can."""
     if model.quantised_bits:
         # The learner's base has the quantised values, the server's those of the checkpoint.
         return f"model.load_in_{model.quantised_bits}bit = true"

@@ -49,7 +49,7 @@ class Finding:
 # Schedules for which transformers ignores `lr_scheduler_kwargs`. It refuses what another one does not take.
 _WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")
 
-# Arguments of optimisers that have a setting of their own.
+# Arguments of optimisers that have their own setting.
 _OWN_SETTING = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
 
 
@@ -62,8 +62,7 @@ def check_optimisation(learner: LearnerSection) -> None:
         # AdEMAMix has three betas, and the setting takes two.
         if name in learner.optim_args and not (name == "betas" and "ademamix" in learner.optim):
             raise ValueError(
-                f"learner.optim_args = {toml_value(learner.optim_args)}: {name} has a setting of its own; set "
-                f"learner.{own}"
+                f"learner.optim_args = {toml_value(learner.optim_args)}: {name} has its own setting; set learner.{own}"
             )
 
 

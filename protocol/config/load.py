@@ -220,7 +220,7 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
         anchored = folder / Path(table[key]).expanduser()
-        # "models/tiny" could be a hub name, but not where a folder "models" lies beside the run file.
+        # "models/tiny" could be a hub name, but not where a folder "models" lies next to the run file.
         in_known_folder = anchored.parent != folder and anchored.parent.is_dir()
         if section == "task" or not _HUB_NAME.fullmatch(table[key]) or anchored.exists() or in_known_folder:
             table[key] = str(anchored.absolute())

@@ -81,7 +81,7 @@ def to_toml(
 
 
 def _commented(setting: str, comment: str) -> list[str]:
-    """Write a setting with its comment beside it, or above it if the setting is too long."""
+    """Write a setting with its comment next to it, or above it if the setting is too long."""
     if len(setting) >= COMMENT_COLUMN:
         return [*("# " + line for line in wrap(comment, WIDTH - 2)), setting]
     beside = wrap(comment, WIDTH - COMMENT_COLUMN - 2)

@@ -1,7 +1,7 @@
 """The outermost layer of the application: finds a request's route and checks its sender, once for all routes.
 
 Requests of workers and learner go straight to their handlers, since four of them carry each group. The others, which
-people and monitors send, go on to FastAPI.
+people and monitors send, continue to FastAPI.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from slipstream.rollout_queue.broker.broker import Broker
 
 router = APIRouter()
 
-# What a policy, a tool or a task says may be HTML or a script: none that does not lie beside the page is run.
+# What a policy, a tool or a task says may be HTML or a script: none that does not lie next to the page is run.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",

@@ -212,7 +212,7 @@ class Broker:
         if not self.line:
             return
         run = decision.run
-        # A new session admits its workers anew; after the last step a worker may hold more of evaluations.
+        # A new session admits its workers again; after the last step a worker may hold more of evaluations.
         anew = run is not None and (run.finished or run.all_steps_made or run.session != session)
         if anew or self._evaluations_with_tickets() - had_tickets:
             self.line.call_if(lambda _: True)

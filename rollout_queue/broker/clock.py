@@ -45,7 +45,7 @@ class AwakeClock:
 
 
 class WallClock:
-    """Tells the time of day. Where the machine's clock is set back it goes on as if it had not been: else steps and
+    """Tells the time of day. Where the machine's clock is set back it continues as if it had not been: else steps and
     events of a run would stand before earlier ones.
 
     Args:
@@ -72,7 +72,7 @@ class WallClock:
         return step if abs(step) >= _TOLD_STEP_S else 0.0
 
     def not_before(self, at: float) -> None:
-        """Go on from `at`, seconds since 1970, if it is later than now."""
+        """Continue from `at`, seconds since 1970, if it is later than now."""
         self._ahead = max(self._ahead, at - self._monotonic())
 
 
@@ -89,15 +89,15 @@ class Clock:
         if not step:
             return None
         if step > 0:
-            follows = "times that are shown go on from there, and no deadline is changed"
+            follows = "times that are shown continue from there, and no deadline is changed"
         else:
-            follows = "times that are shown go on as if it had not been, and no deadline is changed"
+            follows = "times that are shown continue as if it had not been, and no deadline is changed"
         at = time.strftime("%H:%M:%S", time.localtime(self.wall()))
         return (
             f"at {at} this machine's clock was set {'ahead' if step > 0 else 'back'} by {abs(step):,.0f} s: {follows}"
         )
 
     def not_before(self, at: float) -> None:
-        """Let `wall` go on from `at` if that is later than now."""
+        """Let `wall` continue from `at` if that is later than now."""
         if isinstance(self.wall, WallClock):
             self.wall.not_before(at)

@@ -231,7 +231,7 @@ async def renew_lease(broker: Broker, lease_id: str, message: LeaseRenewal) -> L
     """Renew a lease. Returns which of the groups in `message.have` must not be trained.
 
     Raises:
-        Refusal: LEASE_LAPSED if the lease has expired, since its groups may be leased anew.
+        Refusal: LEASE_LAPSED if the lease has expired, since its groups may be leased again.
     """
     if message.session == broker.ledger.run.session:
         broker.ledger.renew_lease(lease_id, broker.now)

@@ -1,7 +1,7 @@
 """Writes the record of the groups that a run trains, for `slipstream replay`. Its format: `protocol.trained_record`.
 
 A group is written before the ledger says that it was trained, so that none is missing after a kill. If the record
-cannot be written, as on a full disk, the record ends and the run goes on.
+cannot be written, as on a full disk, the record ends and the run continues.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Recorder:
             payload: Reads the bytes of a ticket's group, so that only one is in memory at a time.
 
         Returns:
-            Why the record ends here; None while it goes on.
+            Why the record ends here; None while it continues.
         """
         if self._ended:
             return None
@@ -114,5 +114,5 @@ class Recorder:
 
 
 def _write(file: BinaryIO, head: Head, data: bytes | None) -> int:
-    """Write one entry. A function of its own, so that its bytes are freed before the next ones are read."""
+    """Write one entry. Its own function, so that its bytes are freed before the next ones are read."""
     return 0 if data is None else trained_record.write_entry(file, head, data)

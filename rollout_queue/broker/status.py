@@ -145,7 +145,7 @@ def _limit_inputs(broker: Broker, workers: Sequence[WorkerStatus], servers: Sequ
 def _limit(broker: Broker, inputs: LimitInputs, servers: Sequence[Server]) -> Limit:
     if servers and all(server.state in _AWAY for server in servers):
         states = ", ".join(f"{server.name} is {server.state}" for server in servers[:_MAX_NAMED])
-        return Limit("servers", f"No vLLM server serves, so no episode goes on: {states}.")
+        return Limit("servers", f"No vLLM server serves, so no episode continues: {states}.")
     slowest = slowest_tool(broker.observations.symptoms.newest.tools)
     return limit_of(msgspec.structs.replace(inputs, slowest_tool=slowest), broker.config)
 

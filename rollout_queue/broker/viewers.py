@@ -11,7 +11,7 @@ from slipstream.rollout_queue.ledger.records import Refusal
 
 MAX_VIEWERS = 64
 
-# Events that a page may be behind. One that reads too slowly is left, and asks for everything anew.
+# Events that a page may be behind. One that reads too slowly is left, and asks for everything again.
 _MAX_BEHIND = 256
 
 # A page that hears nothing for so long takes its connection for lost, seconds.

@@ -1,4 +1,4 @@
-"""Makes the calls of the store beside the event loop, and commits decisions in groups.
+"""Makes the calls of the store next to the event loop, and commits decisions in groups.
 
 Decisions go into the store in the order in which they were made, all that have come at a time in one commit. Once a
 call has failed every later one is refused, so that memory and store never differ in what anyone was told. Another queue

@@ -53,7 +53,7 @@ class Deadlines:
         return name in self._times
 
     def start(self, name: str, now: float) -> None:
-        """Start the time of an id; one that was out already starts anew."""
+        """Start the time of an id; one that was out already starts again."""
         ends = now + self._max_age_s
         known = self._times.get(name)
         if known is None:

@@ -81,7 +81,7 @@ def revoked(ledger: Ledger, fleet: ServerRegistry, lease_id: str, have: Sequence
 
 
 def check_renewal(ledger: Ledger, lease_id: str) -> None:
-    """Refuse to renew a lease that holds nothing (LEASE_LAPSED): it expired, and its groups may be leased anew."""
+    """Refuse to renew a lease that holds nothing (LEASE_LAPSED): it expired, and its groups may be leased again."""
     if not ledger.leased(lease_id):
         raise Refusal(
             reasons.LEASE_LAPSED,

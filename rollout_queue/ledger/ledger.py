@@ -191,7 +191,7 @@ class Ledger:
         for record in decision.tickets:
             before = self._live.get(record.id)
             if before is not None and before.state is record.state is TicketState.ISSUED:
-                self._keep(record)  # Its time goes on.
+                self._keep(record)  # Its time continues.
                 continue
             if before is not None:
                 self._leave(before)

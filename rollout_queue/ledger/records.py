@@ -263,7 +263,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
     Attributes:
         served: Whether it was ever proven.
         proven: Newest version proven on it; None before the first.
-        restarted_at: Serial of the first ticket issued since it joined again; None once it is proven anew.
+        restarted_at: Serial of the first ticket issued since it joined again; None once it is proven again.
         removed: It has left the fleet. The record stays, since its groups may still come.
         awaits_verdict: It drains, and the learner has not verified yet the version that may be on its way to it.
     """

@@ -32,7 +32,7 @@ _S = ServerState
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
     _S.JOINING: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
     _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
-    # SERVING again: a later version is proven while the one before goes on serving.
+    # SERVING again: a later version is proven while the one before continues serving.
     _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
     _S.STALE: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
     _S.QUARANTINED: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
@@ -278,7 +278,7 @@ def lost(record: ServerRecord, group: GroupFacts) -> bool:
 
 
 def _verdict_of_draining(known: ServerRecord, wanted: Server, serial: int) -> ServerRecord | None:
-    """Return the record of a draining server whose last version the learner has verified: it goes on draining.
+    """Return the record of a draining server whose last version the learner has verified: it continues draining.
 
     None if `wanted` is no such verdict.
     """

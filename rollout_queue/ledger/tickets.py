@@ -75,9 +75,9 @@ def message(ledger: Ledger, record: TicketRecord) -> Ticket:
 def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
     """Accept a valid group to train on.
 
-    A group sampled by weights of steps that a resume gave up, too far ahead of those that went on, is not accepted: its
-    row is issued again (I2). Payloads of trained groups that wait for a checkpoint make room, oldest first: a resume
-    from before their step then issues their rows again.
+    A group sampled by weights of steps that a resume gave up, too far ahead of those that continued, is not accepted:
+    its row is issued again (I2). Payloads of trained groups that wait for a checkpoint make room, oldest first: a
+    resume from before their step then issues their rows again.
 
     Raises:
         Refusal: FULL while the group's bytes do not fit (I3).

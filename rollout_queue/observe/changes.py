@@ -37,7 +37,7 @@ _MIN_CALL_S = 0.02
 # A fall to less than this part of what the reward was keeps the run from learning.
 _HALF = 0.5
 
-# Steps between what was changed and a jump that follows from it, beside the staleness bound.
+# Steps between what was changed and a jump that follows from it, next to the staleness bound.
 _SLACK = 3
 
 # What explains a fall: how many, and characters of each.
@@ -91,7 +91,7 @@ class Jump(msgspec.Struct, frozen=True):
 
 
 class ChangeFinder:
-    """Follows the steps of a run, and the events beside them.
+    """Follows the steps of a run, and the events next to them.
 
     Attributes:
         fall: The newest fall of the reward, until it has risen again by half of it; None if there is none.

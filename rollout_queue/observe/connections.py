@@ -28,7 +28,7 @@ class ConnectionCounts:
         self._first_at = self._newest_at = 0.0
 
     def refuse(self, now: float) -> None:
-        """Count a refusal. The count begins anew after an hour without one."""
+        """Count a refusal. The count begins again after an hour without one."""
         if not self._refused or now - self._newest_at > _KEPT_S:
             self._refused, self._first_at = 0, now
         self._refused += 1

@@ -2,7 +2,7 @@
 
 Only failures that would come again count. A server that went away and a stopped worker do not: a run survives them. Nor
 does a body that no worker of ours sends: anybody may have sent it. One group that was ever accepted, in this session or
-before, shows that task and settings work; if it comes late, the run goes on.
+before, shows that task and settings work; if it comes late, the run continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EarlyFailureCheck:
         self.begin(passed=False)
 
     def begin(self, passed: bool) -> None:
-        """Start counting anew, as the queue or a session starts. `passed`: the run has accepted a group before."""
+        """Start counting again, as the queue or a session starts. `passed`: the run has accepted a group before."""
         self.gave_up: str | None = None
         self._passed = passed
         self._rows: dict[int, str] = {}  # reason of each of the first rows that failed

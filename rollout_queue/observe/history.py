@@ -66,7 +66,7 @@ class History:
         changes: Follows the steps and events.
         newest_at: Time of the newest entry that `load` read, wall clock, seconds; None if there was none.
         may_be_full: Whether `make_room` may have something to do.
-        failure: Why nothing is written now, if that is so; the history in memory goes on.
+        failure: Why nothing is written now, if that is so; the history in memory continues.
     """
 
     def __init__(self, folder: Path | None, max_bytes: int = MAX_BYTES) -> None:

@@ -16,7 +16,7 @@ CHANGED = "changed"
 
 MAX_CHARACTERS = 500
 
-# Seconds in which nobody gives a notice, after which the next who does gives it anew, as the newest, and counted. Less
+# Seconds in which nobody gives a notice, after which the next who does gives it again, as the newest, and counted. Less
 # than a worker takes.
 AGAIN_AFTER_S = 240.0
 

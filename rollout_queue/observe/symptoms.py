@@ -143,7 +143,7 @@ class Symptoms:
             self.collapse = None
 
     def session_began(self) -> None:
-        """Forget what a new session of the learner tries anew."""
+        """Forget what a new session of the learner tries again."""
         self.flat_steps, self.checkpoint_failure, self.collapse, self._since = 0, None, None, None
         self._steps.clear()
 

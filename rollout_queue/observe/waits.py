@@ -55,7 +55,7 @@ class Waits:
         self._prune_at = _MIN_PRUNED
 
     def begin(self, who: str, what: str, now: float, until: float = math.inf) -> None:
-        """Note a wait, or that it goes on. Without renewal it is forgotten after `until`: its owner has gone."""
+        """Note a wait, or that it continues. Without renewal it is forgotten after `until`: its owner has gone."""
         entry = self._waits.get(who)
         since = entry.since if entry is not None and entry.until >= now else now
         self._waits[who] = _Entry(what, since, until)

@@ -1,4 +1,4 @@
-"""Copies whole stores: a backup beside a running queue, and the move of a standing run to PostgreSQL."""
+"""Copies whole stores: a backup next to a running queue, and the move of a standing run to PostgreSQL."""
 
 from __future__ import annotations
 

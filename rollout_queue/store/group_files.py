@@ -1,4 +1,4 @@
-"""The bodies of groups beside the SQLite file, in files that only grow: each body is written once.
+"""The bodies of groups next to the SQLite file, in files that only grow: each body is written once.
 
 SQLite would write it twice, to its log and to its file. A body is written before the commit that says it is there. What
 is deleted stays where it is until its whole file is no longer needed. The files are not synced: a power cut may take

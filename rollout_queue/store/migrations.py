@@ -84,7 +84,7 @@ MIGRATIONS: tuple[Migration, ...] = (
             """CREATE INDEX tickets_forgotten ON tickets (step, "index") WHERE state = 'forgotten'""",
         ),
     ),
-    Migration("the bodies of groups lie in a folder beside it", ()),
+    Migration("the bodies of groups lie in a folder next to it", ()),
 )
 
 

@@ -65,7 +65,7 @@ class _StillHeld(psycopg.OperationalError):
 
 
 class PostgresStore(SqlStore):
-    """A `Store` in a schema of its own. Make all calls from one thread at a time."""
+    """A `Store` in its own schema. Make all calls from one thread at a time."""
 
     has_standbys = True
 

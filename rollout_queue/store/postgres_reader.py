@@ -1,4 +1,4 @@
-"""Reads what the queues of a run have stored in PostgreSQL, beside them."""
+"""Reads what the queues of a run have stored in PostgreSQL, next to them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PostgresReader:
                 raise ConfigError(f"{self._database.name}: there is no store; has the run's queue been started?")
             db.set_isolation_level(psycopg.IsolationLevel.REPEATABLE_READ)
             target.execute("BEGIN")
-            with db.transaction():  # of one state, while a queue goes on
+            with db.transaction():  # of one state, while a queue continues
                 for table, (columns, _) in sql.TABLES.items():
                     with db.cursor("rows") as cursor:
                         cursor.itersize = _ROWS

@@ -34,7 +34,7 @@ Row = tuple[Any, ...]
 # Runs one statement with its parameters.
 Query = Callable[[str, Sequence[object]], Iterable[Row]]
 
-# A group's facts lie flat in its ticket's row. Tickets of evaluations have a table of their own.
+# A group's facts lie flat in its ticket's row. Tickets of evaluations have their own table.
 _OF_TICKET = tuple(name for name in TicketRecord.__struct_fields__ if name not in ("group", "evaluation", "result"))
 _OF_GROUP = GroupFacts.__struct_fields__
 _COLUMNS = (*_OF_TICKET, *_OF_GROUP)

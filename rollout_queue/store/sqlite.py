@@ -1,4 +1,4 @@
-"""Stores the ledger in one SQLite file in WAL mode, and groups in files beside it: a commit survives `kill -9`.
+"""Stores the ledger in one SQLite file in WAL mode, and groups in files next to it: a commit survives `kill -9`.
 
 A power cut never leaves half of a commit. It may lose the newest ones, but none before the newest that changed the run,
 as each step does (`synchronous=FULL`): a checkpoint is never ahead of the store.
@@ -180,7 +180,7 @@ class SqliteStore(SqlStore):
 
 
 class SqliteReader:
-    """A `StoreReader` of a file of this or any older layout, beside a running queue. Changes nothing."""
+    """A `StoreReader` of a file of this or any older layout, next to a running queue. Changes nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

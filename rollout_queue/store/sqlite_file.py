@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "queue.db"
 
-# SQLite's own beside it: its write-ahead log, which holds the newest commits, and the index over that.
+# SQLite's own next to it: its write-ahead log, which holds the newest commits, and the index over that.
 LOG, INDEX = "-wal", "-shm"
 
 # SQLite cuts a longer log off to this size once all of it is in the file; a shorter one never gets smaller.
@@ -74,7 +74,7 @@ def damaged(path: Path, error: Exception) -> StoreError:
 
 @contextlib.contextmanager
 def only_queue(path: Path) -> Iterator[None]:
-    """Hold the lock file beside the file. Raises `ConfigError` if a queue does, or if it cannot be written."""
+    """Hold the lock file next to the file. Raises `ConfigError` if a queue does, or if it cannot be written."""
     file = path.with_suffix(".lock")
     with contextlib.ExitStack() as lock:
         try:
@@ -90,7 +90,7 @@ def only_queue(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_of_links(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside the file, for links to what a backup takes; they keep that on the disk.
+    """Yield an empty folder next to the file, for links to what a backup takes; they keep that on the disk.
 
     It is deleted afterwards. What a backup that was killed left is deleted first.
 
@@ -110,7 +110,7 @@ def folder_of_links(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path}: another backup of it is under way: wait for its end") from None
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be backed up: {error}; a backup makes hard links to the groups, in a folder beside it"
+            f"{path}: cannot be backed up: {error}; a backup makes hard links to the groups, in a folder next to it"
         ) from error
 
 
@@ -125,7 +125,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_queue(path))
         log = Path(f"{path}{LOG}")
-        # SQLite would throw such a log away, and begin anew.
+        # SQLite would throw such a log away, and begin again.
         if path.exists() and not path.stat().st_size and log.exists() and log.stat().st_size:
             raise ConfigError(f"{path} is empty, and its {log.name} is not: it was cut off; {restore(path)}")
         try:
@@ -201,7 +201,7 @@ def count_rows(db: sqlite3.Connection) -> dict[str, int]:
 class FileWatch:
     """Notices that the files which a queue has open are no longer those that stand on the disk.
 
-    SQLite itself goes on writing into a file that was deleted, and what it commits is lost.
+    SQLite itself continues writing into a file that was deleted, and what it commits is lost.
     """
 
     def __init__(self, path: Path) -> None:

@@ -38,7 +38,7 @@ class Allowance:
             most: Tokens that the request asks for.
             recorded: Number of answers so far.
             segments: Number of segments so far.
-            appends: Whether the answer goes on in an existing segment.
+            appends: Whether the answer continues in an existing segment.
 
         Raises:
             ApiError: The episode has reached a limit.
@@ -52,7 +52,7 @@ class Allowance:
             on_their_way = self._turns - recorded + self.in_flight  # Each answer in flight may begin a segment.
             if segments + on_their_way >= MAX_SEGMENTS and (on_their_way or not appends):
                 self.ended_as = "turn_limit"
-                text = f"the episode has {MAX_SEGMENTS} conversations, the most that are kept; go on from an answer"
+                text = f"the episode has {MAX_SEGMENTS} conversations, the most that are kept; continue from an answer"
                 raise ApiError(400, text, TURNS, ["messages"])
             budget = limits.turn(self._tokens, size)
             if budget.tokens <= 0:

@@ -1,4 +1,4 @@
-"""Says why a request of an agent began a segment of its own, so that its author can mend what was not meant."""
+"""Says why a request of an agent began its own segment, so that its author can mend what was not meant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.rollout_worker.tools.argument_text import short
 Reason = Literal["conversation", "branch", "answer", "history", "system", "tools", "template"]
 
 _MEANINGS: dict[Reason, str] = {
-    "conversation": "a conversation of its own",
+    "conversation": "its own conversation",
     "branch": "another request had gone on from the same answer",
     "answer": "an answer of the policy came back changed",
     "history": "an earlier message was changed or left out",
@@ -42,7 +42,7 @@ class NewSegment:
 
 
 def why_new(tree: Tree, node: TreeNode) -> NewSegment:
-    """Return why the request at this position, which goes on in no segment, does not.
+    """Return why the request at this position, which continues in no segment, does not.
 
     Args:
         tree: The episode's answers before the request's own.

@@ -187,7 +187,7 @@ class Session:
         """Handle a request inside, which is aborted where the session ends."""
         self.check_open()
         task = asyncio.current_task()
-        assert task is not None, "a request is handled in a task of its own"
+        assert task is not None, "a request is handled in its own task"
         self._requests.add(task)
         try:
             yield
@@ -336,7 +336,7 @@ class Session:
 
     def _count_unenforced(self, unenforced: Mapping[str, str]) -> None:
         for name, text in unenforced.items():
-            told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
+            told = f"requests continue, though they ask for what is not followed (agent.unenforced = warn): {text}"
             self._count(f"agent/unenforced/{name}", told)
 
     def _count(self, metric: str, told: str) -> None:
@@ -356,7 +356,7 @@ class Session:
 
     async def _context(self, proven: Proven, place: TreeNode) -> Context:
         """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered
-        anew."""
+        again."""
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
         self._allowance.check_size(shown)

@@ -1,4 +1,4 @@
-"""Episodes of an agent: a program of the user's that owns its loop, and asks the policy at an endpoint of its own."""
+"""Episodes of an agent: a program of the user's that owns its loop, and asks the policy at its own endpoint."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class _Played:
         endpoints: Theirs.
         affinities: Theirs.
         clock: Shared by all.
-        given: What the agent gets beside its columns.
+        given: What the agent gets next to its columns.
     """
 
     sessions: Mapping[str, Session]

@@ -1,8 +1,8 @@
-"""Keeps the answers of one episode as a tree, and finds the answer that a request goes on from.
+"""Keeps the answers of one episode as a tree, and finds the answer that a request continues from.
 
 Each sampled token is in exactly one segment, the one that it was sampled in, and trains there. An answer is appended to
-the segment of the answer that its request goes on from, if that answer is still the last of its segment. Otherwise two
-requests go on from one answer, and the second begins a segment of its own that holds the shared part as context. A
+the segment of the answer that its request continues from, if that answer is still the last of its segment. Otherwise
+two requests continue from one answer, and the second begins its own segment that holds the shared part as context. A
 request with a new conversation begins a segment too, and its whole prompt is rendered.
 """
 
@@ -33,7 +33,7 @@ class Answer:
     """One sampled turn, `draft.ids[start:end]`.
 
     Attributes:
-        before: The answer that it goes on from.
+        before: The answer that it continues from.
         shown: The messages since then, as the policy saw them.
         message: The answer itself, as the policy wrote it.
         text: The answer as text.
@@ -41,7 +41,7 @@ class Answer:
         given: The answer, as the agent was given it; None for a plain completion.
         asked: The messages that its request added, as the agent wrote them.
         tools: Digest of its request's tools.
-        claims: Number of running requests that go on from it.
+        claims: Number of running requests that continue from it.
     """
 
     before: Answer | None
@@ -94,7 +94,7 @@ class TreeNode:
     """The position of a request in the tree.
 
     Attributes:
-        before: The answer that it goes on from; None if it begins anew.
+        before: The answer that it continues from; None if it begins again.
         rest: The messages after that answer; a tool's has the id that the agent was given for its call.
         key: Digest of the whole conversation.
         tools: Digest of its tools.
@@ -114,7 +114,7 @@ class Context:
 
     Attributes:
         ids: All token ids.
-        suffix: Those after the answer that the request goes on from; None where `ids` is a prompt of its own.
+        suffix: Those after the answer that the request continues from; None where `ids` is its own prompt.
         shown: The messages that the request adds, as the policy sees them.
     """
 
@@ -155,7 +155,7 @@ class Tree:
                 key, found, begins, turns = as_answer, again, number, turns + 1
             else:
                 key = chained(key, _with_answers(each, known.get(each.answers or ""), "turn {}, call {}".format))
-        # Among equal answers, prefer one that no other request goes on from.
+        # Among equal answers, prefer one that no other request continues from.
         before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
         line = before.line() if before is not None else []
         rest = [
@@ -165,8 +165,8 @@ class Tree:
         return TreeNode(before, rest, key, tools, messages)
 
     def before(self, ids: Sequence[int]) -> Answer | None:
-        """Return the answer that a prompt of these ids goes on from: of the segments that it begins with the longest's
-        last; None where it begins anew."""
+        """Return the answer that a prompt of these ids continues from: of the segments that it begins with the
+        longest's last; None where it begins again."""
         found = [draft for draft in self.drafts if draft.ids == ids[: len(draft.ids)]]
         longest = max(found, key=lambda draft: len(draft.ids), default=None)
         return None if longest is None else self._last[id(longest)]

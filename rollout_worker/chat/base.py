@@ -89,7 +89,7 @@ class ChatFormat(Protocol):
 
         Returns:
             The ids, or None if the format does not know them. After None the episode continues in a new segment. The
-            prompt of that segment is the whole conversation, rendered anew, and does not train.
+            prompt of that segment is the whole conversation, rendered again, and does not train.
         """
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:

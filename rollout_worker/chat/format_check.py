@@ -60,7 +60,7 @@ class ToolFormatCheck:
     None means not tried, because an earlier check failed.
 
     The format may write something where it asks for a turn, such as an empty thought. That stays in the conversation,
-    even where the whole conversation, rendered anew, would leave it out. A turn opens a new segment if its reasoning
+    even where the whole conversation, rendered again, would leave it out. A turn opens a new segment if its reasoning
     would be left out. Nothing is appended to such a turn.
 
     Attributes:
@@ -246,7 +246,7 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
 
 
 def _without_ids(chat: ChatFormat, ids: Sequence[int]) -> list[int] | str:
-    """Return what is compared: the ids; or the text, if it names calls by ids, which some templates number anew."""
+    """Return what is compared: the ids; or the text, if it names calls by ids, which some templates number again."""
     text = str(chat.tokenizer.decode(list(ids)))
     without = _ID.sub("", text)
     return list(ids) if without == text else without
@@ -291,7 +291,7 @@ def _is_pure(turn: ParsedTurn, asked: str, problems: list[str]) -> bool:
         return True
     problems.append(
         f"a turn that only calls a tool, {turn.text[:300]!r}, is read with the content {turn.content[:300]!r}, which a "
-        f"prompt would show beside the call; {_PARSER}"
+        f"prompt would show next to the call; {_PARSER}"
     )
     return False
 
@@ -357,7 +357,7 @@ async def _reasoning_told(chat: ChatFormat, exchange: _Exchange) -> bool | None:
 async def end_that_does_not_stop(chat: ChatFormat) -> str | None:
     """Return the special token with which the format ends a turn, if it is none of the stop ids, nor a later one is.
 
-    A policy that writes the end of a turn as it has learnt it then goes on to its limit of tokens.
+    A policy that writes the end of a turn as it has learnt it then continues to its limit of tokens.
     """
     reply, after = _WORDS[1:3]
     conversation = [_USER, {"role": "assistant", "content": reply}, {"role": "user", "content": after}]

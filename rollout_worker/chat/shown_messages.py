@@ -105,7 +105,7 @@ class ShownMessages:
                 ["calls of one turn as turns of one call each"] if split else ["no second call"] * (parallel is False)
             )
         if self._shows("beside") is not True and self._shows("before"):
-            told.append("text beside a call as a turn of its own")
+            told.append("text next to a call as its own turn")
         return told
 
     def _changed_roles(self) -> Iterator[str]:
@@ -153,7 +153,7 @@ class ShownMessages:
         return {**message, "content": json.dumps(content, ensure_ascii=False, default=str)}
 
     def _one_by_one(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Yield a turn with calls as several turns where the format shows no second call, or no text beside one."""
+        """Yield a turn with calls as several turns where the format shows no second call, or no text next to one."""
         rest = list(messages)
         while rest:
             message = rest.pop(0)
@@ -170,7 +170,7 @@ class ShownMessages:
                     message = {key: value for key, value in message.items() if key not in REASONING_FIELDS}
                     message["content"] = ""
                 else:
-                    self._must_show("beside", "text beside a tool call", "leave out the text")
+                    self._must_show("beside", "text next to a tool call", "leave out the text")
             answers = []
             while rest and rest[0].get("role") == "tool":
                 answers.append(rest.pop(0))
@@ -181,7 +181,7 @@ class ShownMessages:
                         yield {**begun, "tool_calls": [call]}
                         yield answer
                     continue
-                self._must_show("parallel", "a second tool call in one turn", "give each call a turn of its own")
+                self._must_show("parallel", "a second tool call in one turn", "give each call its own turn")
             yield message
             yield from answers
 

@@ -222,7 +222,7 @@ class TemplateFormat:
             content = messages[-1].get("content")
             if images_of(messages[-1:]):
                 raise PromptError(
-                    "the conversation ends in an assistant's message with an image, and what the policy goes on with "
+                    "the conversation ends in an assistant's message with an image, and what the policy continues with "
                     "is text; show the image in a user's message"
                 )
             if content if isinstance(content, str | None) else text_of(content):

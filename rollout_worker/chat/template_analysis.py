@@ -314,7 +314,7 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
 
     Args:
         rendering: The template's rendering.
-        with_calls: Whether the template gets tools. Some templates write reasoning only beside calls.
+        with_calls: Whether the template gets tools. Some templates write reasoning only next to calls.
 
     Returns:
         The findings.
@@ -324,7 +324,7 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
     for name in (*REASONING_FIELDS, _BLOCK):
         tried = rendering.but(reasoning_field=name)
         text = rendered(tried, [USER, turn], generation_prompt=False)
-        if _THOUGHT not in text and with_calls:  # some templates write it only beside calls
+        if _THOUGHT not in text and with_calls:  # some templates write it only next to calls
             text = rendered(tried, _cycle())
         if _THOUGHT not in text:
             continue

@@ -1,4 +1,4 @@
-"""Plays each episode in an environment of its own, which may add to the row's prompt, answer turns and give a reward.
+"""Plays each episode in its own environment, which may add to the row's prompt, answer turns and give a reward.
 
 No episode waits for another's reset, answer or reward, and none holds a slot while it waits for its own.
 """

@@ -3,8 +3,8 @@
 A turn enters the episode only when it is fully sampled, together with the tool messages before it, so an episode that
 ends early holds nothing that the policy did not see. The request of turn k + 1 has the ids of turn k's request, the ids
 sampled for it, and the suffix with the tool messages: nothing else, and nothing twice (I4). Where the chat format knows
-no such suffix, turn k + 1 opens a new segment: its prompt is the whole conversation rendered anew, and the turns before
-stay in their segment as they were sampled.
+no such suffix, turn k + 1 opens a new segment: its prompt is the whole conversation rendered again, and the turns
+before stay in their segment as they were sampled.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EpisodeRunner:
             first: Its first turn, if that is sampled with the group's; it has a slot.
 
         Raises:
-            EpisodeFailed: It cannot go on, or its time-out came before its first turn was done.
+            EpisodeFailed: It cannot continue, or its time-out came before its first turn was done.
         """
         episode = Episode.begin(setup, affinity)
         deadline = Deadline(self.timeout_s)
@@ -208,7 +208,7 @@ class EpisodeRunner:
         """Render the whole conversation as the prompt of a new segment. Returns None where it cannot be rendered."""
         prompt = setup.prompt
         if isinstance(prompt, str):
-            why = "its prompt is text, and no messages that could be rendered anew"
+            why = "its prompt is text, and no messages that could be rendered again"
         elif len(episode.drafts) == MAX_SEGMENTS:
             why = f"it has {MAX_SEGMENTS} segments, the most that a rollout may have"
         else:

@@ -41,7 +41,7 @@ _LOOK_BACK = ("structured_outputs", "thinking_token_budget", "bad_words", "repet
 def looks_back(rollout: RolloutSection, own: OwnParams) -> bool:
     """Return whether sampling depends on the tokens of the turn so far in other ways than by the policy.
 
-    Such a turn cannot go on in a second request, which takes them for a part of the prompt: a grammar would restart,
+    Such a turn cannot continue in a second request, which takes them for a part of the prompt: a grammar would restart,
     and a stop text over the seam would not be seen.
     """
     of_run = rollout.generation_kwargs
@@ -128,7 +128,7 @@ class Sampled:
         token_ids: int `[n]`.
         logprobs: float `[n]`, one per token.
         spans: Cover `[0, n)`.
-        finish_reason: stop, length, or abort where the server aborted the request and the turn goes on.
+        finish_reason: stop, length, or abort where the server aborted the request and the turn continues.
         experts: What servers recorded of the segment's tokens so far, in order.
         masks: What each token was sampled from; empty if that was not asked for.
     """

@@ -89,7 +89,7 @@ class UnknownWeights(Exception):
 
 
 class EpisodeFailed(Exception):
-    """An episode cannot go on.
+    """An episode cannot continue.
 
     Attributes:
         reason: A code of `slipstream.protocol.reasons`.

@@ -295,7 +295,7 @@ class ServerPool:
         running = [request for request in self._requests[name] if not request.limit.expired()]
         if not running:
             return
-        logger.warning("%s left: %s; %d requests go on elsewhere", name, left.why, len(running))
+        logger.warning("%s left: %s; %d requests continue elsewhere", name, left.why, len(running))
         grace_s = 0.0
         if left.how is Leave.ABORT and self._abort is not None:
             grace_s = self._abort_grace_s

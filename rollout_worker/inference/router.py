@@ -6,8 +6,8 @@ at once. Counting requests instead would treat a first turn of 200 tokens like a
 whose tools run puts no load on a server but stays tied to it, because the server holds its prefix.
 
 Weights that failed their proof taint tokens, which the queue does not take (I5). `Taints` follows the queue's rule
-(`rollout_queue.ledger.servers`) from the registry alone, so that no episode goes on in vain. Where the registry's news
-came too late, the queue still refuses.
+(`rollout_queue.ledger.servers`) from the registry alone, so that no episode continues in vain. Where the registry's
+news came too late, the queue still refuses.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Affinity:
     Attributes:
         server: Name of the server; None while it has none.
         sampled: Servers and versions of its tokens.
-        moves: Number of times that it went on at another server.
+        moves: Number of times that it continued at another server.
         waited_s: Seconds that it waited for a server.
         born: The router's tick when its ticket came; by default when it is first placed.
     """
@@ -330,6 +330,6 @@ def _left(known: Server, now: Server | None) -> Left | None:
         how = Leave.ABORT if now.state in (ServerState.STALE, ServerState.SYNCING) else Leave.CUT
         return Left(known, how, f"it is {now.state}" + (f" ({now.reason})" if now.reason else ""))
     if now.changed_at > known.changed_at and now.version == known.version:
-        # A publication brings a newer version. With the same version it was proven anew, as after a restart.
+        # A publication brings a newer version. With the same version it was proven again, as after a restart.
         return Left(known, Leave.CUT, "it was restarted")
     return None

@@ -1,7 +1,7 @@
 """Samples turns: chooses servers, retries by the class of the error, and continues turns that a server aborted.
 
 All episodes of a group share their first prompt, so their first turn is one request with n continuations. It is
-streamed by default: an episode goes on to its tools while its siblings are still sampling. Later turns are not
+streamed by default: an episode continues to its tools while its siblings are still sampling. Later turns are not
 streamed, because servers label tokens with their version in the last chunk only, and tokens of a broken stream have no
 version.
 """
@@ -118,9 +118,9 @@ class Sampler:
     ) -> Sampled:
         """Sample a turn.
 
-        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers, or restarts
-        if its sampling looks back at them (`looks_back`). One whose server fails or leaves is sampled again. One
-        that a server refuses or spoils is tried once on another server; if that one takes it, the first server is
+        A turn that a server aborts continues after the tokens so far, which keep their versions and servers, or
+        restarts if its sampling looks back at them (`looks_back`). One whose server fails or leaves is sampled again.
+        One that a server refuses or spoils is tried once on another server; if that one takes it, the first server is
         blamed.
 
         Args:

@@ -148,7 +148,7 @@ class Environments:
 async def open_environments(
     config: RunConfig, task: Task, tools: ToolBox, code: UserCode, make_chat: MakeChat, notify: Notify
 ) -> AsyncIterator[Environments]:
-    """Open the environments of a task, which has some, beside its other `tools`.
+    """Open the environments of a task, which has some, next to its other `tools`.
 
     One instance of each is made at once, to see what it can do. All instances are closed at the end.
 

@@ -59,7 +59,7 @@ def _reply(
 
     function = tools.get(name)
     if function is None:
-        text = f"the task file, imported anew, has no tool {name!r}: {', '.join(tools)}"
+        text = f"the task file, imported again, has no tool {name!r}: {', '.join(tools)}"
         return {"error": text, "kind": "LookupError", "where": None}
     reply: dict[str, str | None] = {}
 

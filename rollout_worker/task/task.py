@@ -1,4 +1,4 @@
-"""Defines `Task`, which users write in a file of their own and name in the run file as `path/to/file.py:task`.
+"""Defines `Task`, which users write in their own file and name in the run file as `path/to/file.py:task`.
 
 Invariant: a task that can be made is valid, except for data that is read later: files, the hub and iterables.
 """

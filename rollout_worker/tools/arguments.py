@@ -246,7 +246,7 @@ class Parameters:
             return True
 
     def _meant(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return null, lists and objects that stand as text where the schema allows them beside text, by name."""
+        """Return null, lists and objects that stand as text where the schema allows them next to text, by name."""
         meant: dict[str, Any] = {}
         for name, text in values.items():
             part = resolved(self._schema.get("properties", {}).get(name), self._schema)

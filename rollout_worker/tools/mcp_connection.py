@@ -1,7 +1,7 @@
 """Connects to one MCP server when a call needs it, and again after the connection was lost.
 
 All code here runs on the loop of `tools/mcp.py`, which is not the worker's. One task, the owner, enters and leaves a
-connection, as the library requires. Calls run beside the owner and end with it.
+connection, as the library requires. Calls run next to the owner and end with it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class McpServer:
         if not connection.lives or connection.heard_at > began:
             return
         self._give_up(connection)
-        then = "starts its command line again" if self.command else "connects to it anew"
+        then = "starts its command line again" if self.command else "connects to it again"
         self._warn_once(
             f"hangs: it answered neither a call in time nor a ping within {PING_WITHIN_S:g} s; the next call {then}"
         )

@@ -45,7 +45,7 @@ Alarm = Callable[[str, str, str | None], None]
 class Kind(StrEnum):
     """Names the part of the task that a sync function belongs to.
 
-    Each kind has threads of its own. Tools that hang take none from rewards and the data set, and environments that
+    Each kind has its own threads. Tools that hang take none from rewards and the data set, and environments that
     hang take none from those that close. `ASYNC` is for what async code puts in threads.
     """
 

@@ -161,7 +161,7 @@ def _remedy(kind: str, text: str) -> str:
         return (
             "; user code runs in threads, where signals cannot be handled: use a time-out of the run file's [worker] "
             'instead of an alarm, or, for a task of tools alone, worker.tool_isolation = "process", where they run in '
-            "a main thread of their own"
+            "their own main thread"
         )
     if kind == "RuntimeError" and any(words in text for words in _OF_ANOTHER_LOOP):
         return (
@@ -208,7 +208,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def contained(on_error: Callable[[BaseException], object]) -> Iterator[None]:
     """Surround a call of user code: `with contained(failed): ...`. `failed` gets the exception that ended the code.
 
-    A copy of this process that the code made with `os.fork` ends here, so that it does not go on as a second worker.
+    A copy of this process that the code made with `os.fork` ends here, so that it does not continue as a second worker.
     """
     pid = os.getpid()
     try:

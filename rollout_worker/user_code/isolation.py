@@ -3,7 +3,7 @@
 Invariant: only lines of JSON pass between parent and child, over pipes (I8). A reply names its request, and any other
 line is dropped.
 
-`ChildProcess` is the parent's side of one child. The child has a process group of its own, which is killed as a whole.
+`ChildProcess` is the parent's side of one child. The child has its own process group, which is killed as a whole.
 The child ends by itself when its parent is gone (`task/isolated_child.py`), and then the guard ends its group.
 `Processes` owns the children and assigns calls to them.
 """

@@ -5,12 +5,12 @@ Invariant: when the owner is gone, every process group that it added and did not
 
 An owner ends its process groups itself, but it cannot after SIGKILL. The processes cannot either: one that holds the
 interpreter lock runs no code that could notice. Each owner therefore has one small guard process, to which
-`ProcessGuard` reports the groups. The guard does not reach a process that made a session or a group of its own.
+`ProcessGuard` reports the groups. The guard does not reach a process that made a session or its own group.
 
 Where a library starts a process and tells nobody its number, as that of MCP does, `guarded_command` puts a guard around
 the one command.
 
-The file runs as a program and uses nothing but the standard library, so that it takes little memory beside a run.
+The file runs as a program and uses nothing but the standard library, so that it takes little memory next to a run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ProcessGuard:
             process.wait()
 
     def _start(self) -> None:
-        # In a session of its own, so that a signal to the owner's group does not end the guard first.
+        # In its own session, so that a signal to the owner's group does not end the guard first.
         self._process = subprocess.Popen(
             [*_PROGRAM, str(os.getpid()), str(self._grace_s)],
             stdin=subprocess.PIPE,

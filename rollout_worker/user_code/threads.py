@@ -2,7 +2,7 @@
 
 Invariant: all decisions are made on the caller's event loop. A thread only runs the call and reports back.
 
-A call that was given up counts in `hung` until it returns, and another thread takes the place of its own. So calls that
+A call that was given up counts in `hung` until it returns, and another thread takes its place. So calls that
 never return take no threads from others. When `HUNG_PER_THREAD` times as many calls hang as there are threads, new
 calls fail at once. A call waits for a thread as long as necessary, because each running call returns or is given up.
 The threads are daemons: none keeps the process from ending.

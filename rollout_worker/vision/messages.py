@@ -1,6 +1,6 @@
 """Finds images in prompts and conversations, and the places of their tokens.
 
-Rows may have TRL's forms: content parts `{"type": "image", "image": ...}`, or a column `image` or `images` beside a
+Rows may have TRL's forms: content parts `{"type": "image", "image": ...}`, or a column `image` or `images` next to a
 prompt, whose images then fill the parts that name none, stand at LLaVA's markers `<image>`, or before the first user's
 text.
 """

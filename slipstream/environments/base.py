@@ -150,7 +150,7 @@ def _written(value: Any) -> tuple[str, int]:
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers that stand beside a reward, at most `MAX_METRICS`, but for those with a name of Slipstream's
+    """Return the numbers that stand next to a reward, at most `MAX_METRICS`, but for those with a name of Slipstream's
     own."""
     numbers = {
         name: float(value)

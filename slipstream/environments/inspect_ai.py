@@ -110,7 +110,7 @@ class _Helpers:
     """Processes that play episodes, started when they are first needed. They end with this process."""
 
     def __init__(self, python: str, task: Mapping[str, Any], count: int, limits: Limits) -> None:
-        # -P: beside the player are files with the names of libraries.
+        # -P: next to the player are files with the names of libraries.
         self._command = [python, "-P", str(_PLAYER), json.dumps(task), str(os.getpid())]
         self._limits = limits
         self._pool = HelperPool(self._started, count)

@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server serves, in a session of its own for each episode."""
+"""Environments that an OpenEnv server serves, in its own session for each episode."""
 
 from __future__ import annotations
 

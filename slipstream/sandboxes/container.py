@@ -1,4 +1,4 @@
-"""Runs each program in a container of its own, by podman or docker: without network, capabilities or a disk."""
+"""Runs each program in its own container, by podman or docker: without network, capabilities or a disk."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ __all__ = [
 # What TRL has for the arguments of scripts: the parser is adapted, and the rest works as it is.
 _FOR_ARGUMENTS = ("ModelConfig", "ScriptArguments", "get_kbit_device_map", "get_peft_config", "get_quantization_config")
 
-_LOOP = "workers are processes of the run; a loop of your own is a rollout_func or an agent (docs/agents.md)"
+_LOOP = "workers are processes of the run; your own loop is a rollout_func or an agent (docs/agents.md)"
 
 # Modules of TRL, with the class that scripts import from each.
 _MODULES = {

@@ -58,7 +58,7 @@ def rollouts_task(task: Task, prompts: Sequence[Any], file: Path) -> Task:
         for number, prompt in enumerate(prompts)
     ]
     return Task(
-        # Workers begin to play these beside the evaluation.
+        # Workers begin to play these during the evaluation.
         train_dataset=[{**row, "row": _NOT_ASKED_FOR} for row in rows],
         eval_dataset=rows,
         reward_funcs=[Written(file)],

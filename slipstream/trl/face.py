@@ -135,7 +135,7 @@ class Face:
         if args is not None and name in type(args).names():
             return args.field(name)
         raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}: learner, workers and servers are processes of their own"
+            f"{type(self).__name__} has no attribute {name!r}: learner, workers and servers are their own processes"
         )
 
     def log(self, logs: dict[str, float], *_: Any) -> None:
@@ -195,7 +195,7 @@ class Face:
         Args:
             model_name: Name of the model in the card.
             dataset_name: Name of the data set, or several.
-            tags: Tags beside those of the method.
+            tags: Tags next to those of the method.
         """
         if loading_a_task() is None:
             self._write_card(self._model("create_model_card"), self.run_dir / CARD, model_name, dataset_name, tags)

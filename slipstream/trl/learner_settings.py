@@ -84,7 +84,7 @@ def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
     if loss in ("sapo", "vespo") and sequence:
         raise ConfigError(
             f"{type(config).__name__}(importance_sampling_level='sequence') is not supported with loss_type={loss!r}, "
-            f"which has a ratio of its own: leave it out"
+            f"which has its own ratio: leave it out"
         )
     if loss == "bnpo":
         notes.append("loss_type='bnpo' divides by the tokens of the whole step, as dapo does, not of a micro-batch")
@@ -179,7 +179,7 @@ def _refuse_both(config: _Config) -> None:
     both = [field.name for field in TABLES["The objective"] if field.how == "worked" and _shapes(config, field.name)]
     if both:
         raise ConfigError(
-            f"{type(config).__name__}({both[0]}={config.given[both[0]]!r}) beside slipstream={{'learner': "
+            f"{type(config).__name__}({both[0]}={config.given[both[0]]!r}) next to slipstream={{'learner': "
             f"{{'algorithm': {chosen!r}}}}}: both choose the objective; leave {both[0]} out, or write what it means "
             f"into slipstream"
         )

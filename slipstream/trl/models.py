@@ -107,7 +107,7 @@ def adapter_of(model: Any, peft_config: Any, kind: str) -> Any:
 
     Raises:
         ConfigError: Both have one, the model has several adapters, or its adapter has learnt something, which a run
-            cannot go on from.
+            cannot continue from.
     """
     given = getattr(model, "peft_config", None)
     if not isinstance(given, Mapping):

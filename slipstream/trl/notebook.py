@@ -1,4 +1,4 @@
-"""Runs the training of a notebook: its cells, as a script in a process of its own, with a table of progress.
+"""Runs the training of a notebook: its cells, as a script in its own process, with a table of progress.
 
 A notebook has an event loop and no file. The cells so far are written to a file, and Python runs it up to the training
 that the notebook has come to. Lines for IPython are left out. As in the notebook, a cell that fails does not keep the

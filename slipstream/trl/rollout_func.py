@@ -49,7 +49,7 @@ class RolloutFunc:
         output = self._function([prompt], shown)
         if inspect.iscoroutine(output):
             output.close()
-            raise TypeError(f"{self.__name__} is an async def; write it as def: it has a thread of its own")
+            raise TypeError(f"{self.__name__} is an async def; write it as def: it has its own thread")
         if not isinstance(output, Mapping) or (missing := [name for name in _NEEDED if name not in output]):
             missing = missing if isinstance(output, Mapping) else list(_NEEDED)
             raise ValueError(f"rollout_func must return keys {sorted(missing)} in its output dict.")
@@ -89,7 +89,7 @@ class RolloutTrainer:
 
     Attributes:
         endpoint: The episode's endpoint, for clients of OpenAI's API.
-        num_generations: 1: each rollout is a call of its own.
+        num_generations: 1: each rollout is its own call.
         vllm_generation: Has TRL's `generate`.
         sampled: Token ids of the answers so far.
     """

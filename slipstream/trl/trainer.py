@@ -203,7 +203,7 @@ class _Trainer(Face):
         self.task = self._task()
 
     def _task(self) -> Task:
-        """Return what workers play. It has evaluation rows only where evaluations stand beside the training."""
+        """Return what workers play. It has evaluation rows only where evaluations run during the training."""
         for name in ("eval_strategy", "eval_on_start"):
             value = plain(self.args.field(name))
             if value not in (None, False, "no") and self.eval_dataset is None:
@@ -240,7 +240,7 @@ class _Trainer(Face):
         """Run everything until the learner is done.
 
         Args:
-            resume_from_checkpoint: True goes on from the newest checkpoint, and so does the folder of that one.
+            resume_from_checkpoint: True continues from the newest checkpoint, and so does the folder of that one.
 
         Raises:
             ConfigError: As for `slipstream.train`, which lists further exceptions.
@@ -260,7 +260,7 @@ class _Trainer(Face):
         self._leave_out_unread(made)
         if isinstance(self.eval_dataset, Mapping) and made.sections.get("eval"):
             made.notes.append(
-                "evaluations beside the training are over all eval_datasets together; evaluate() parts them"
+                "evaluations during the training are over all eval_datasets together; evaluate() parts them"
             )
         if self.callbacks:
             made.sections["learner"]["callbacks"] = [*made.sections["learner"].get("callbacks", ()), name()]
@@ -303,7 +303,7 @@ class _Trainer(Face):
             raise SystemExit(0)
 
     def _let_alarms_ring(self, made: Translation) -> None:
-        """Run tools that set alarms in processes of their own, as in TRL they run in the main thread."""
+        """Run tools that set alarms in their own processes, as in TRL they run in the main thread."""
         tools, given = self.task.tools, self.args.slipstream.get("worker", {})
         names = [tool.__name__ for tool in tools if inspect.isfunction(tool) and needs_main_thread(tool)]
         alone = self.task.environment is None and self.task.agent is None and all(map(inspect.isfunction, tools))
@@ -341,7 +341,7 @@ class _Trainer(Face):
         have = f"the newest is {newest}" if newest else f"{self.run_dir} holds none"
         remedy = "write True" if newest else "leave it out"
         raise ConfigError(
-            f"train(resume_from_checkpoint={str(given)!r}): a run goes on from its newest checkpoint, and {have}; "
+            f"train(resume_from_checkpoint={str(given)!r}): a run continues from its newest checkpoint, and {have}; "
             f"{remedy}, or give that checkpoint's model/ folder as the model of a new run"
         )
 
@@ -420,7 +420,7 @@ class _Trainer(Face):
         return read_rollouts(file, len(prompts), num_generations)
 
     def _extra_run(self, what: str) -> Path:
-        """Return the directory of a run beside the training, a new one for each start."""
+        """Return the directory of a run next to the training, a new one for each start."""
         return self.run_dir / "evaluations" / f"{what}-{self.state.global_step}-{_starts + 1}"
 
     def _play(self, task: Task, run_dir: Path, group_size: int) -> None:
@@ -515,7 +515,7 @@ def _leave_launcher() -> None:
     """Under accelerate launch or torchrun: end all processes but the first, and hide the launcher from the run's own.
 
     Raises:
-        SystemExit: This is not the first process; the script does not go on in it.
+        SystemExit: This is not the first process; the script does not continue in it.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("RANK", "0") != "0":

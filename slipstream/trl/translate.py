@@ -299,13 +299,13 @@ def _episodes(config: _Config, sections: Sections, notes: list[str], context: in
     if cut and (top_k is None or top_k <= 0):
         sections["rollout"]["top_k"] = _TOP_K
         notes.append(
-            f"{', '.join(cut)}: top_k={_TOP_K} is set beside it, so that the learner can follow what is sampled; it "
+            f"{', '.join(cut)}: top_k={_TOP_K} is set next to it, so that the learner can follow what is sampled; it "
             f"leaves fewer tokens only where there would be more than {_TOP_K}"
         )
 
 
 def _tokens(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    """Set the context to a prompt beside the longest completion, as far as the model's context allows."""
+    """Set the context to a prompt next to the longest completion, as far as the model's context allows."""
     completion, length = number(config, "max_completion_length"), number(config, "vllm_max_model_length")
     if length is None:
         length = max(_default(VllmSection, "max_model_len"), 2 * (completion or 0))

@@ -65,4 +65,4 @@ def test_figures_of_a_run_leave_out_its_first_steps() -> None:
 
 
 def test_the_page_has_the_table_of_the_results() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m docs.generate measured_on_gpus"
+    assert PAGE.read_text(encoding="utf-8") == page(), "make it again: python -m docs.generate measured_on_gpus"

@@ -29,7 +29,7 @@ lives=$(grep -c "|$1 " calls)
 source "./$1"
 """
 
-# Each has a child of its own: to stop that one too is the supervisor's business.
+# Each has its own child: to stop that one too is the supervisor's business.
 STAYS = "sleep 300 & echo $! >>children; wait"
 STUBBORN = f"trap '' TERM; {STAYS}; sleep 300"
 FAILS = "sleep 300 & echo $! >>children; echo last words of $1; echo and an Error: of $1 >&2; exit 3"
@@ -93,7 +93,7 @@ class Stage:
     def start(
         self, *arguments: str, ignore: Sequence[signal.Signals] = (), stdout: int | None = None, **env: str
     ) -> PipedCopy:
-        """Start the supervisor, which leads a process group of its own as in a terminal's foreground.
+        """Start the supervisor, which leads its own process group as in a terminal's foreground.
 
         Args:
             *arguments: Further words on its command line.

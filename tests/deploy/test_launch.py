@@ -66,7 +66,7 @@ def run(config, queue_url, resume, take_over):
 
 @pytest.fixture
 def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Real queue, real worker, real checks, from a working directory of its own; stderr goes to stdout."""
+    """Real queue, real worker, real checks, from its own working directory; stderr goes to stdout."""
     stubs = tmp_path / "stubs"
     for path, source in {
         "vllm/__init__.py": "",
@@ -179,7 +179,7 @@ async def status(url: str, token: str) -> Status:
 
 
 def shadow_checkout(tmp_path: Path) -> Path:
-    """launch.sh in a checkout of its own; the path of its environment's command."""
+    """launch.sh in its own checkout; the path of its environment's command."""
     (tmp_path / "deploy").mkdir()
     shutil.copy(LAUNCH, tmp_path / "deploy" / "launch.sh")
     command = tmp_path / ".venv" / "bin" / "slipstream"

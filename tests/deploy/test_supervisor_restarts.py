@@ -65,7 +65,7 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     name, code = NAMES[role], f"{128 + number} ({number.name})"
     assert told == f"slipstream: {name} ended with code {code}; starting it again in 0.1 s (restart 1 of 1 in a row)\n"
     until(lambda: len(stage.calls(role)) == 2 and len(stage.children()) == 4)
-    assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child went on, or more than it was stopped"
+    assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child continued, or more than it was stopped"
     (stage.folder / "finish").touch()
     assert process.wait(LIMIT_S) == 0
     lives = [f"life {life}\nValueError: which it survived\n" for life in (1, 2)]
@@ -191,13 +191,13 @@ TAKEN = ANSWERING.replace("import socket, sys", "import os, socket, sys").replac
 
 
 def test_a_learner_from_which_another_one_takes_the_run_ends_alone(stage: Stage) -> None:
-    """The queue, servers and workers go on for the other one, until the run is finished."""
+    """The queue, servers and workers continue for the other one, until the run is finished."""
     stage.play(queue=f"sleep 300 & {sys.executable} -I -S taken.py {stage.ports['queue']}")
     (stage.folder / "taken.py").write_text(TAKEN, encoding="utf-8")
-    stage.play(learner=f"{stage.waits_for('queue')}; until [ -e 'go on' ]; do sleep 0.05; done; exit 76")
+    stage.play(learner=f"{stage.waits_for('queue')}; until [ -e 'continue' ]; do sleep 0.05; done; exit 76")
     process = stage.start("--deploy.restart", "1")
     until(lambda: len(stage.calls()) == 4)
-    (stage.folder / "go on").touch()
+    (stage.folder / "continue").touch()
     assert process.stderr is not None
     assert "as another one has taken the run over" in process.stderr.readline()
     assert "stalled: no step for 9 s: the learner was last heard from 9 s ago" in process.stderr.readline()
@@ -255,7 +255,7 @@ def test_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -
 
 
 def test_a_database_that_is_away_for_longer_than_the_queue_waits_is_waited_for_by_the_launcher(stage: Stage) -> None:
-    """The queue that is started meanwhile finds none: that is no wrong setting, and the run goes on."""
+    """The queue that is started meanwhile finds none: that is no wrong setting, and the run continues."""
     own = killable_cluster()
     try:
         (stage.folder / "real_queue.py").write_text(REAL_QUEUE, encoding="utf-8")

@@ -19,7 +19,7 @@ ENTRIES = {entry.split("\n", 1)[0]: entry.split("\n## ")[0] for entry in PAGE.sp
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert page() == PAGE, "make it anew: python -m docs.generate algorithms"
+    assert page() == PAGE, "make it again: python -m docs.generate algorithms"
 
 
 def test_every_preset_has_a_row() -> None:

@@ -10,4 +10,4 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_the_page_is_what_the_command_writes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m docs.generate models"
+    assert PAGE.read_text(encoding="utf-8") == page(), "make it again: python -m docs.generate models"

@@ -19,7 +19,7 @@ FIELDS = {
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m docs.generate settings"
+    assert PAGE.read_text(encoding="utf-8") == page(), "make it again: python -m docs.generate settings"
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -6,4 +6,4 @@ from docs.generate.sizing import PAGE, page
 
 
 def test_the_plans_are_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m docs.generate sizing"
+    assert PAGE.read_text(encoding="utf-8") == page(), "make it again: python -m docs.generate sizing"

@@ -76,7 +76,7 @@ def wait_until_healthy(url: str, started: Processes) -> None:
 
 @dataclass
 class SmallRun:
-    """A run of the multiply example in a folder of its own."""
+    """A run of the multiply example in its own folder."""
 
     config: RunConfig
     run_file: Path
@@ -162,7 +162,7 @@ def small_run(vllm_url: str, model_folder: Path, tmp_path: Path, request: pytest
 
 @pytest.fixture
 def run_of_its_own(model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallRun]:
-    """As `small_run`, but with a vLLM server of its own, and started as a user starts it: for `slipstream up`."""
+    """As `small_run`, but with its own vLLM server, and started as a user starts it: for `slipstream up`."""
     overrides = ["--vllm.port", str(free_port()), *getattr(request, "param", [])]
     with processes(tmp_path) as started:
         yield _small_run(model_folder, tmp_path, started, overrides)

@@ -1,4 +1,4 @@
-"""A run over hosts with addresses of their own goes on after its links are cut, and loses nothing: `tests.links`."""
+"""A run over hosts with addresses of their own continues after its links are cut, and loses nothing: `tests.links`."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def distance(policy: Policy, sample: Sample) -> float:
 
 
 async def turns(config: RunConfig, url: str, prompt: list[int]) -> list[SegmentDraft]:
-    """Two episodes with a common first turn, the first of which goes on after an answer of its tools."""
+    """Two episodes with a common first turn, the first of which continues after an answer of its tools."""
     server = Server("vllm-0", url, ServerState.SERVING, 1)
 
     async def report(_: Server) -> None:

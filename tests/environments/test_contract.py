@@ -1,7 +1,7 @@
 """What holds for all adapters of `slipstream.environments`: each plays a small environment in a whole worker.
 
 An adapter whose library is not installed is skipped here; `pytest -m frameworks tests/environments` runs this file in
-an environment of its own for each (test_libraries.py).
+its own environment for each (test_libraries.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Case:
         library: What it imports; None if it needs nothing that is not here.
         missing: What to hide for a missing library, and what the error says.
         unknown: Makes a task of what is not there, and what the error says.
-        faults: What each fault comes to; None where the episode goes on, as what is too long is cut.
+        faults: What each fault comes to; None where the episode continues, as what is too long is cut.
         policy: What the policy says.
         reward: What an episode without fault brings.
         turns: Answers of the policy in it.

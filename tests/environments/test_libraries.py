@@ -1,4 +1,4 @@
-"""Runs the contract of the adapters with each library, in an environment of its own.
+"""Runs the contract of the adapters with each library, in its own environment.
 
 Asked for by name, as environments are downloaded: `pytest -m frameworks tests/environments`.
 """

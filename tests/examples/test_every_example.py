@@ -127,7 +127,7 @@ def test_correct_demonstrations_earn_everything_and_flawed_ones_nothing(example:
     config = load_config(EXAMPLES / example.name / "run.toml", ["--model.path", str(example.folder)])
     task = load_task(config.task)
     if not task.rewards:
-        pytest.skip("its environment or its agent gives the reward, and has a test of its own")
+        pytest.skip("its environment or its agent gives the reward, and has its own test")
     answers = {row["prompt"][0]["content"]: row["answer"] for _, row in task.rows.sample(4096)}
 
     def rewards(draw: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Each framework of docs/frameworks.md plays its snippet of that page, in an environment of its own.
+"""Each framework of docs/frameworks.md plays its snippet of that page, in its own environment.
 
 Asked for by name, as environments are downloaded: `pytest -m frameworks`.
 """
@@ -59,7 +59,7 @@ class Played(NamedTuple):
     calls: int = 1
 
 
-# Those whose loop is another, or that write their conversation anew.
+# Those whose loop is another, or that write their conversation again.
 OTHERS = {
     # Calls and results come back as text, and the answer is a call, too.
     "smolagents": Played(segments=2, calls=2),

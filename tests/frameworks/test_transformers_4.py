@@ -39,7 +39,7 @@ def in_transformers_4(*arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models of transformers 4, with their logits; and beside each its checkpoint's model, with those of 4."""
+    """The models of transformers 4, with their logits; and next to each its checkpoint's model, with those of 4."""
     home = tmp_path_factory.mktemp("transformers-4")
     in_transformers_4("make", home)
     saved = []

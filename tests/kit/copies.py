@@ -43,7 +43,7 @@ STARTS_WITHIN_S = 240.0
 
 
 class Copy:
-    """Is a running copy, with the methods of `subprocess.Popen` that tests use. It leads a session of its own.
+    """Is a running copy, with the methods of `subprocess.Popen` that tests use. It leads its own session.
 
     It is killed, with its process group, once this object or its process is gone.
 

@@ -158,7 +158,7 @@ class FakeQueue:
         held = self.leases.setdefault(request.lease_id, {})
         assert set(request.have) == set(held), "the learner holds other groups than the queue leased to it"
         fresh = list(self.supply(request.max_groups, self.now.version))
-        # A request over HTTP lets others go on, too.
+        # A request over HTTP lets others continue, too.
         await asyncio.sleep(0 if fresh else min(request.wait_s, 0.005))
         held.update({item.ticket_id: item for item in fresh})
         self.log.append(("lease", request.lease_id, len(fresh)))

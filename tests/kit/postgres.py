@@ -49,7 +49,7 @@ def find_programs() -> Path | None:
 
 
 class Cluster:
-    """A cluster in a folder of its own, on a Unix socket and a port of 127.0.0.1, or of a host of `tests.kit.network`.
+    """A cluster in its own folder, on a Unix socket and a port of 127.0.0.1, or of a host of `tests.kit.network`.
 
     Its commits do not wait for the disk: what they wrote outlives its processes all the same, killed or not.
     """
@@ -110,7 +110,7 @@ class Cluster:
         """Kill PostgreSQL, all of its processes, as a machine that loses its power would."""
         children = psutil.Process(self._postmaster.pid).children(recursive=True)
         self._postmaster.kill()
-        for child in children:  # each has a process group of its own
+        for child in children:  # each has its own process group
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children)

@@ -60,7 +60,7 @@ class RayNodes:
         return self._asked()[1]
 
     def _asked(self) -> tuple[float, float]:
-        """Ask in a process of its own: one that is connected cannot connect to another cluster."""
+        """Ask in its own process: one that is connected cannot connect to another cluster."""
         done = subprocess.run(
             [sys.executable, "-c", _ASK, self.address], capture_output=True, text=True, timeout=120, check=True
         )

@@ -32,7 +32,7 @@ class Relay:
 
         Args:
             moment: `request`: in place of passing on what the client sends next. `answer`: in place of passing on what
-                the server answers next. `client`: at once, and only towards the client; the server goes on waiting.
+                the server answers next. `client`: at once, and only towards the client; the server continues waiting.
         """
         if moment == "client":
             assert self._client is not None

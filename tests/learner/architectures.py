@@ -217,7 +217,7 @@ RESULTS: dict[str, str] = {
 
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
-# Architecture of the checkpoints of families that have a chat format of their own; of several, one.
+# Architecture of the checkpoints of families that have their own chat format; of several, one.
 ARCHITECTURE_OF: dict[str, str] = {
     "Aya Expanse": "cohere",
     **dict.fromkeys(("DeepSeek R1", "DeepSeek V3", "DeepSeek-V3"), "deepseek_v3"),

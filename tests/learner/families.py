@@ -120,7 +120,7 @@ PADDED: dict[str, Callable[[], Any]] = {
     "Mamba (a state)": lambda: tf.MambaForCausalLM(
         tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
     ),
-    "Falcon (attention of its own)": lambda: tf.FalconForCausalLM(
+    "Falcon (its own attention)": lambda: tf.FalconForCausalLM(
         tf.FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     ),
     "Llama 4 above its chunk": lambda: tf.Llama4ForCausalLM(

@@ -175,7 +175,7 @@ def test_a_callback_that_raises_ends_the_run_with_file_and_line(model_path: Path
     line = Raises.on_step_end.__code__.co_firstlineno + 1
     text = str(failed.value)
     assert text.startswith("callback Raises.on_step_end raised ValueError: ")
-    assert f"({__file__}:{line}); fix it, or remove it from learner.callbacks, and go on with --resume" in text
+    assert f"({__file__}:{line}); fix it, or remove it from learner.callbacks, and continue with --resume" in text
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [1], "the step was made"
 
 
@@ -192,7 +192,7 @@ def test_a_callback_that_calls_sys_exit_is_a_failing_one_and_no_run_that_is_done
     line = Exits.on_step_end.__code__.co_firstlineno + 1
     text = str(failed.value)
     assert text.startswith(f"callback Exits.on_step_end called sys.exit(0) ({__file__}:{line}); to end the run")
-    assert text.endswith("set control.should_training_stop = True there, and go on with --resume")
+    assert text.endswith("set control.should_training_stop = True there, and continue with --resume")
 
 
 class Waits(TrainerCallback):

@@ -239,7 +239,7 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
 
 
 def test_the_reference_is_the_model_of_the_run_s_start_in_a_resumed_run_too(model_path: Path, tmp_path: Path) -> None:
-    """The reference is not the checkpoint's model, from which the policy goes on."""
+    """The reference is not the checkpoint's model, from which the policy continues."""
     settings = {
         "kl_coef": 0.1,
         "clip_low": 0.99,
@@ -423,7 +423,7 @@ def test_the_session_declares_the_tokenizer_the_settings_and_the_vocabulary(mode
 
 
 def test_the_session_declares_the_tokenizer_that_the_run_file_names(model_path: Path, tmp_path: Path) -> None:
-    other = build_tokenizer("a template of its own")
+    other = build_tokenizer("its own template")
     other.save_pretrained(tmp_path / "tokenizer")
     settings = config_for(model_path, tmp_path)
     model = settings.model.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
@@ -613,7 +613,7 @@ def test_a_model_whose_layers_mix_positions_trains_on_rows_of_whole_sequences(
     assert any(not torch.equal(publisher.weights[0][name], publisher.weights[2][name]) for name in publisher.weights[0])
 
 
-@pytest.mark.parametrize(("first_bad", "kept", "back"), [(2, [1], "Go on from step 1"), (1, [], "begin again")])
+@pytest.mark.parametrize(("first_bad", "kept", "back"), [(2, [1], "Continue from step 1"), (1, [], "begin again")])
 def test_a_destroyed_policy_ends_the_run_and_the_last_good_checkpoint_is_the_newest(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_bad: int, kept: list[int], back: str
 ) -> None:

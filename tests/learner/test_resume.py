@@ -262,7 +262,9 @@ def test_too_many_batches_in_a_row_end_the_run_with_the_weights_as_they_were(
     many = rf"3 batches in a row cannot be trained, and learner.skip_bad_batches = {most}; " if most else ""
     with (
         live_queue(here) as queue,
-        pytest.raises(DivergedError, match=rf"step 3: {many}the loss is nan. Go on from the last checkpoint.*--resume"),
+        pytest.raises(
+            DivergedError, match=rf"step 3: {many}the loss is nan. Continue from the last checkpoint.*--resume"
+        ),
     ):
         train(here, queue)
     assert list(places.complete(here.run_dir)) == [1, 2]

@@ -155,7 +155,7 @@ def test_a_resume_with_another_learning_rate_names_it_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "anew"),
+    ("before", "now", "again"),
     [("adamw_torch_fused", "muon", True), ("adamw_torch_fused", "adamw_torch", False), (None, "adamw_torch", False)],
 )
 def test_an_optimiser_that_starts_anew_on_a_resume_is_named(
@@ -168,7 +168,7 @@ def test_an_optimiser_that_starts_anew_on_a_resume_is_named(
     made = Checkpoint(tmp_path, CheckpointInfo(2, 2, held))
     said = "\n".join(start.introduction(here, made, RunPosition(2, 2, 4, 1, None, None, False)))
     assert "learner.learning_rate = 0.001 (was 0.01)" in said
-    assert (f"learner.optim = {now} can make nothing of what {before} kept: it starts anew" in said) is anew
+    assert (f"learner.optim = {now} can make nothing of what {before} kept: it starts again" in said) is anew
 
 
 @pytest.mark.parametrize(("steps", "left"), [(9, False), (10, False), (11, True)])
@@ -181,7 +181,7 @@ def test_a_resume_with_no_step_left_is_told(tmp_path: Path, steps: int, left: bo
     assert ("raise learner.steps to train on" not in said) is left
 
 
-@pytest.mark.parametrize(("then", "now", "anew"), [({}, {"amsgrad": True}, True), ({"amsgrad": True}, {}, False)])
+@pytest.mark.parametrize(("then", "now", "again"), [({}, {"amsgrad": True}, True), ({"amsgrad": True}, {}, False)])
 def test_arguments_with_which_it_starts_anew_are_named(
     tmp_path: Path, then: dict[str, bool], now: dict[str, bool], anew: bool
 ) -> None:
@@ -190,6 +190,6 @@ def test_arguments_with_which_it_starts_anew_are_named(
     said = "\n".join(start.introduction(here, made, RunPosition(2, 2, 4, 1, None, None, False)))
     told = (
         "learner.optim = adamw_torch_fused with learner.optim_args = {'amsgrad': True} can make nothing of what "
-        "adamw_torch_fused kept: it starts anew"
+        "adamw_torch_fused kept: it starts again"
     )
     assert (told in said) is anew

@@ -24,7 +24,7 @@ from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 
 MAX_STALENESS = 4
 SEGMENTS = 200
-# How much a process may grow while it lives, beside its memory: handles, threads (each hung call keeps one). Less
+# How much a process may grow while it lives, next to its memory: handles, threads (each hung call keeps one). Less
 # cannot be told from warming up.
 GROWTH = {"handles": 100, "threads": 300}
 # Parts of a life whose medians are compared, and how many of their scatter a steady growth is apart from none.
@@ -236,8 +236,8 @@ def turns_of(segment: Segment) -> list[list[VersionSpan]]:
 def _off(known: Versions, segment: Segment, turn: list[VersionSpan]) -> torch.Tensor:
     """The differences of a turn's log-probs.
 
-    Weights that are exchanged in a turn go on with the keys and values that are there; a request that was preempted
-    since is computed anew. Which of the two is not in the record: the nearer one counts, span by span.
+    Weights that are exchanged in a turn continue with the keys and values that are there; a request that was preempted
+    since is computed again. Which of the two is not in the record: the nearer one counts, span by span.
     """
     ids = torch.tensor(segment.token_ids).long()[None]
     told = torch.tensor(segment.logprobs)

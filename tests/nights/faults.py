@@ -27,13 +27,13 @@ class Fault:
     Attributes:
         name: In schedules and tables.
         target: What is hurt; of several, the schedule chooses one.
-        says: Pattern of the line that names it, on the run's terminal, on that of a process that was started beside it,
-            or in the status. `{target}` is the name of what was hurt. Empty: the run bears it, and nothing need be
+        says: Pattern of the line that names it, on the run's terminal, on that of a process that was started next to
+            it, or in the status. `{target}` is the name of what was hurt. Empty: the run bears it, and nothing need be
             said.
         within_s: Seconds until that line.
         lasts_s: The shortest and the longest time until it is undone; 0 for one that happens at once.
-        weight: How often it is drawn, beside the others.
-        apart_s: Seconds between two of it: failures of user code that go on are told once.
+        weight: How often it is drawn, next to the others.
+        apart_s: Seconds between two of it: failures of user code that continue are told once.
     """
 
     name: str
@@ -83,7 +83,7 @@ FAULTS = (
     Fault("refusing link of far worker", "far", "", 30, (5, 20)),
     Fault("half-open connections", "queue", "", 30, (8, 12), weight=1),
     Fault("queue out of files", "queue", r"Too many open files", 20, (5, 8), weight=1),
-    # Connections that are open go on: it may need no more.
+    # Connections that are open continue: it may need no more.
     Fault("worker out of files", "worker", "", 30, (12, 15), weight=1),
     Fault("edited task", "worker", r"another task file", 45, (30, 35), weight=1, apart_s=AGAIN_AFTER_S + 30),
     Fault(

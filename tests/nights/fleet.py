@@ -182,7 +182,7 @@ class Fleet:
         return [*SLIPSTREAM, name, str(self.folder / "run.toml"), *self.settings(), *arguments]
 
     def start(self, steps: int = ENDLESS) -> None:
-        """Start the run, or go on with it."""
+        """Start the run, or continue with it."""
         resume = ["--resume"] if (self.run_dir / "metrics.jsonl").exists() else []
         if resume:
             self._wait_for_ports()

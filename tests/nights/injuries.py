@@ -275,7 +275,7 @@ class Injuries:
     def _filled(self) -> Callable[[], None]:
         folder = self._fleet.run_dir.parent
         if not os.path.ismount(folder):
-            raise NotThere("a disk of its own")
+            raise NotThere("its own disk")
         filler = folder / "filler"
         with suppress(OSError), filler.open("wb") as file:
             while True:
@@ -284,7 +284,7 @@ class Injuries:
         return lambda: filler.unlink(missing_ok=True)
 
     def _truncate(self) -> Callable[[], None]:
-        """Kill the learner, and cut off the newest checkpoint before the run goes on."""
+        """Kill the learner, and cut off the newest checkpoint before the run continues."""
         fleet = self._fleet
         found = checkpoints.complete(fleet.run_dir)
         if len(found) < 2 or fleet.up is None:

@@ -31,7 +31,7 @@ class Link:
     """Listens on `port` of 127.0.0.1 and passes on to `to`. `state` may be changed from any thread.
 
     A cut link is silent, as a cable that was pulled: connections stay open, and new ones are taken and not answered. A
-    refusing one is a proxy that answers each request with a page of its own.
+    refusing one is a proxy that answers each request with its own page.
     """
 
     def __init__(self, to: int) -> None:

@@ -47,7 +47,7 @@ TIMEOUT_S = 40.0
 PROOF_S, LATE_PROOF_S = (0.1, 1.0), 8.0
 TURN_S, TRAIN_S, PUBLISH_S, RESTART_S, LOOK_S, DOWN_AFTER_S = (0.2, 0.8), 1.0, (0.1, 0.4), 10.0, 1.0, 10.0
 CHECKPOINT_EVERY = 5
-# Hurt every half minute for a time, then left alone for a time: quiet has rules of its own.
+# Hurt every half minute for a time, then left alone for a time: quiet has its own rules.
 EVERY_S, HURT_S, CYCLE_S = 30.0, 600.0, 1000.0
 # A slow link lasts longer than the run may stand still: the other servers carry it.
 SLOWER = 20.0
@@ -269,7 +269,7 @@ class Simulation:
         if on is not None:
             server = self.servers[on[0]]
             if server.boot != on[1] or not server.generates(self.now):
-                again(5.0, None)  # its request fails or hangs; it goes on elsewhere
+                again(5.0, None)  # its request fails or hangs; it continues elsewhere
                 return
             spans = [*spans, (server.name, server.label, server.weights)]
             turns += 1
@@ -349,7 +349,7 @@ class Simulation:
         live = {record.index for state in _WAITING for record in self.ledger.tickets(state)}
         if lost := [index for index in undone if index not in live and index not in self.ledger.to_reissue]:
             raise Broken(
-                f"I1: rows {lost[:5]} were trained after step {step}, from which the run goes on, and are lost"
+                f"I1: rows {lost[:5]} were trained after step {step}, from which the run continues, and are lost"
             )
         learner.session, learner.step, learner.version = run.session, run.step, run.version
         learner.alive, learner.published, learner.lease = True, run.version, learner.lease + 1

@@ -43,7 +43,7 @@ def more_is_admitted(right: Any) -> Any:
 
 
 def no_version_is_skipped(right: Any) -> Any:
-    """A resume goes on with the version that the session before it had reached."""
+    """A resume continues with the version that the session before it had reached."""
     return lambda ledger, message: right(ledger, message) - bool(message.resume)
 
 

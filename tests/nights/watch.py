@@ -1,4 +1,4 @@
-"""Reads all that a run says: its terminal, that of processes beside it, and its status, each line with its time."""
+"""Reads all that a run says: its terminal, that of processes next to it, and its status, each line with its time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Watch:
         threading.Thread(target=reading, name=f"reads {name}", daemon=True).start()
 
     def add(self, who: str, text: str) -> None:
-        """Add what somebody beside the run was told."""
+        """Add what somebody next to the run was told."""
         self.lines.append(Line(time.monotonic(), who, text))
 
     def first(self, pattern: str, since: float) -> Line | None:

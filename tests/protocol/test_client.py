@@ -613,7 +613,7 @@ async def test_of_several_queues_one_that_is_not_active_is_left_and_an_active_on
 
 
 async def test_a_call_under_way_goes_on_while_another_call_finds_its_connection_broken() -> None:
-    """A single connection may break beside a queue that is active as before."""
+    """A single connection may break next to a queue that is active as before."""
     asked, go_on = asyncio.Event(), asyncio.Event()
     broken = [breaks_off]
 

@@ -463,7 +463,7 @@ for thread in threads:
 
 
 def test_first_groups_that_arrive_together_do_not_crash_the_process() -> None:
-    """In a process of its own, ten times: without the lock most of them die of a segmentation fault."""
+    """In its own process, ten times: without the lock most of them die of a segmentation fault."""
     runs = [subprocess.Popen([sys.executable, "-c", FIRST_DECODE_ON_EIGHT_THREADS]) for _ in range(10)]
     assert [run.wait() for run in runs] == [0] * 10
 

@@ -14,7 +14,7 @@ from slipstream.protocol.log_lines import ALIKE, WITHIN_S, Repeated
 
 
 class Log:
-    """A logger with a filtered handler, and a clock of its own."""
+    """A logger with a filtered handler, and its own clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -77,7 +77,7 @@ def test_another_level_and_an_error_of_another_text_are_not_alike(log: Log) -> N
 
 
 def test_the_last_lines_of_a_flood_are_counted_without_another_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the process goes on, and when it ends."""
+    """While the process continues, and when it ends."""
     program = """
 import logging, sys, threading
 from slipstream.protocol import log_lines
@@ -88,9 +88,9 @@ for number in range(40):
 for timer in [of for of in threading.enumerate() if isinstance(of, threading.Timer)]:
     if log_lines.WITHIN_S < 1:
         timer.join()
-        logging.info("it goes on")
+        logging.info("it continues")
 """
-    for within_s, last in (("0.2", "INFO root: it goes on"), ("60", "WARNING root: and 35 more like it in")):
+    for within_s, last in (("0.2", "INFO root: it continues"), ("60", "WARNING root: and 35 more like it in")):
         ran = subprocess.run([sys.executable, "-c", program, within_s], capture_output=True, text=True, timeout=60)
         lines = [line.split(" ", 2)[2] for line in ran.stderr.splitlines()]
         assert ran.returncode == 0, ran.stderr

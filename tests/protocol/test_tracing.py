@@ -115,7 +115,7 @@ def test_a_collector_that_is_away_is_told_of_once_and_ends_nothing(
             with tracing.span("group", ticket):
                 pass
     (line,) = caplog.messages
-    assert line.startswith(f"traces for tracking.traces = {url} get lost, and all else goes on: ")
+    assert line.startswith(f"traces for tracking.traces = {url} get lost, and all else continues: ")
     assert not tracing.is_on()
 
 

@@ -201,7 +201,7 @@ async def test_a_signal_ends_the_queue_although_clients_wait(process: Process) -
 
 
 async def test_a_signal_ends_a_queue_that_finds_another_in_its_place(process: Process) -> None:
-    """Both were waiting when it went on after a stop. It stood by, and was to be killed."""
+    """Both were waiting when it continued after a stop. It stood by, and was to be killed."""
     process.start()
     async with QueueClient(process.config.queue.address, patience_s=30.0) as client:
         await client.position()

@@ -491,7 +491,7 @@ async def test_the_status_names_what_limits_the_run() -> None:
         await move_server(client, ServerState.DOWN, 4)
         none = (await client.status()).limit
         assert none is not None
-        assert none.text == f"No vLLM server serves, so no episode goes on: {SERVER} is down."
+        assert none.text == f"No vLLM server serves, so no episode continues: {SERVER} is down."
         await client.finish(1)
         assert (await client.status()).limit is None
 

@@ -75,7 +75,7 @@ async def test_a_standby_says_so_and_takes_over_what_the_active_queue_has() -> N
 
 
 async def test_clients_leave_an_active_queue_that_cannot_reach_its_store() -> None:
-    """It goes on answering what it has in memory, while another queue takes over."""
+    """It continues answering what it has in memory, while another queue takes over."""
     database = cluster().new_database()
     with relay(cluster().port) as between:
         cut_off = config(queue={"store": database.replace(f":{cluster().port}/", f":{between.port}/")})

@@ -133,7 +133,7 @@ def asked_for_evaluations(vllm: FakeVllm) -> bool:
 def test_a_learner_that_is_killed_within_evaluations_finds_them_and_each_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies with two that last and one of a step that it makes anew, and with a lease; the queue and the worker that
+    """It dies with two that last and one of a step that it makes again, and with a lease; the queue and the worker that
     is at the rows do not."""
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
     with processes(tmp_path / "logs") as started:

@@ -86,7 +86,7 @@ class HttpQueue:
 
 
 def folder_of_a_worker(path):
-    """All that a worker elsewhere is given beside URL and token: the settings, the task, the tokenizer's files."""
+    """All that a worker elsewhere is given next to URL and token: the settings, the task, the tokenizer's files."""
     tokenizer = path / "tokenizer"
     tiny_tokenizer().save_pretrained(tokenizer)
     (path / "task.py").write_text(TASK)

@@ -19,14 +19,14 @@ HEADER = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
 
 
 def continuing(token_ids, index):
-    """Goes on in the middle of a turn as it would have gone on without the break."""
+    """Continues in the middle of a turn as it would have gone on without the break."""
     places = range(len(token_ids) - len(HEADER), -1, -1)
     begin = len(HEADER) + next(place for place in places if token_ids[place : place + len(HEADER)] == HEADER)
     return SCRIPT(token_ids[:begin], index)[len(token_ids) - begin :]
 
 
 class Fleet:
-    """Three servers, each with a version of its own, so that a span shows which one truly sampled it. The first stands
+    """Three servers, each with its own version, so that a span shows which one truly sampled it. The first stands
     still after `after` continuations, with others still to come; `calls`: those of the tool."""
 
     def __init__(self, after=5):
@@ -154,7 +154,7 @@ async def test_a_stale_server_hands_its_episodes_on_with_the_tokens_so_far(heart
         for before, after in zip(rollout.segments[0].version_spans, rollout.segments[0].version_spans[1:], strict=False)
         if before.end == after.start and before.server != after.server
     ]
-    assert in_mid_turn, "no turn went on elsewhere after what the abort gave back"
+    assert in_mid_turn, "no turn continued elsewhere after what the abort gave back"
 
 
 async def test_i5_a_failed_proof_costs_the_episodes_with_its_tokens_and_the_groups_are_handed_in_without(heartbeats):

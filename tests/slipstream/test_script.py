@@ -206,17 +206,18 @@ def test_sections_override_the_run_file(supervised: list[Any], model_folder: Pat
 
 SAID = [
     (
-        "run.name = out: /a/out already holds a run; go on with it by --resume, or choose another name: "
+        "run.name = out: /a/out already holds a run; continue with it by --resume, or choose another name: "
         "--run.name out-2",
-        "run.name = out: /a/out already holds a run; go on with it by resume=True, or choose another name: "
+        "run.name = out: /a/out already holds a run; continue with it by resume=True, or choose another name: "
         "run={'name': 'out-2'}",
-        "output_dir = out: /a/out already holds a run; go on with it by resume_from_checkpoint=True, or choose another "
-        "name: output_dir='/a/out-2'",
+        "output_dir = out: /a/out already holds a run; continue with it by resume_from_checkpoint=True, or choose "
+        "another name: output_dir='/a/out-2'",
     ),
     (
-        "--resume: /a/out holds nothing to go on from; start it without --resume",
-        "resume=True: /a/out holds nothing to go on from; start it without resume=True",
-        "resume_from_checkpoint=True: /a/out holds nothing to go on from; start it without resume_from_checkpoint=True",
+        "--resume: /a/out holds nothing to continue from; start it without --resume",
+        "resume=True: /a/out holds nothing to continue from; start it without resume=True",
+        "resume_from_checkpoint=True: /a/out holds nothing to continue from; start it without "
+        "resume_from_checkpoint=True",
     ),
     (
         "begin a new run from its merged model with --run.name and --model.path /a/out/model",
@@ -238,12 +239,12 @@ def test_what_a_run_raises_is_told_in_the_script_s_words(
 ) -> None:
     def refuses(config: RunConfig, resume: bool) -> None:
         assert os.environ["SLIPSTREAM_RESUME"] == "resume=True"
-        raise kind("go on with it by --resume")
+        raise kind("continue with it by --resume")
 
     monkeypatch.setattr(script_module, "supervise", refuses)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIPSTREAM_RESUME", "")
-    with pytest.raises(kind, match=r"^go on with it by resume=True$"):
+    with pytest.raises(kind, match=r"^continue with it by resume=True$"):
         train(task, model={"path": str(model_folder)})
 
 

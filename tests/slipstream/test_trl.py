@@ -417,7 +417,7 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(epsilon="0.2"), "epsilon='0.2'.: must be a number"),
         (
             GRPOConfig(epsilon=0.1, slipstream={"learner": {"algorithm": "tis"}}),
-            r"epsilon=0\.1.* beside slipstream=.*'tis'.*leave epsilon out",
+            r"epsilon=0\.1.* next to slipstream=.*'tis'.*leave epsilon out",
         ),
         (GRPOConfig(num_iterations=0), "num_iterations=0.*must be a whole number of at least 1"),
         (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
@@ -790,7 +790,10 @@ def test_train_resumes_and_gives_what_transformers_gives(
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint, and rloo holds none"),
+        (
+            lambda: trainer.train("runs/a/checkpoint-5"),
+            "a run continues from its newest checkpoint, and rloo holds none",
+        ),
         (trainer.push_to_hub, "push_to_hub.*holds no checkpoint; call it after train"),
         (GRPOTrainer("./nowhere", accuracy, None, ROWS).train, "is not a global of any module"),
     ],
@@ -800,7 +803,9 @@ def test_what_a_trainer_cannot_do_is_refused(how: Any, says: str, supervised: An
         how()
 
 
-@pytest.mark.parametrize(("resume", "says"), [(False, "go on with it by {}, or choose"), (True, "start it without {}")])
+@pytest.mark.parametrize(
+    ("resume", "says"), [(False, "continue with it by {}, or choose"), (True, "start it without {}")]
+)
 def test_refusals_speak_of_trl_s_arguments(
     supervised: Any, monkeypatch: pytest.MonkeyPatch, model_folder: Path, resume: bool, says: str
 ) -> None:
@@ -886,7 +891,7 @@ def accuracy(completions, **columns):
 
 
 def test_train_at_the_top_level_runs_everything_and_its_check_imports_the_script(script: Script) -> None:
-    """The real supervisor, and the real check of the task in a process of its own; the rest is a stand-in."""
+    """The real supervisor, and the real check of the task in its own process; the rest is a stand-in."""
     stand_in(script, "echo '{\"steps\": 5}' >runs/mine/summary.json; exit 0")
     made = f"GRPOConfig('runs/mine', max_steps=5, slipstream=dict({sections()[len('model=MODEL, ') :]}))"
     script.write(
@@ -1123,7 +1128,7 @@ def test_the_face_of_transformers_trainer(
     }
     trainer.save_state()
     assert (trainer.run_dir / "trainer_state.json").is_file()
-    with pytest.raises(AttributeError, match=r"has no attribute 'lr_scheduler'.*processes of their own"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'lr_scheduler'.*their own processes"):
         _ = trainer.lr_scheduler
 
 
@@ -1400,7 +1405,7 @@ def test_several_evaluation_data_sets_are_one_beside_the_training_and_each_by_it
 ) -> None:
     sets = {"easy": ROWS, "hard": [{"prompt": "hard"}]}
     several = GRPOTrainer("org/model", accuracy, None, ROWS, eval_dataset=sets)
-    assert several.task.eval_dataset is None  # nothing beside the training reads it
+    assert several.task.eval_dataset is None  # nothing during the training reads it
     several = GRPOTrainer("org/model", accuracy, GRPOConfig(eval_strategy="steps"), ROWS, eval_dataset=sets)
     assert several.task.eval_dataset == [*ROWS, {"prompt": "hard"}]
     streams = {"easy": SimpleNamespace(__iter__=None), **sets}

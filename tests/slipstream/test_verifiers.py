@@ -20,7 +20,7 @@ from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll
 
 needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None, reason="needs slipstream-rl[verifiers] in an environment of its own"
+    importlib.util.find_spec("verifiers") is None, reason="needs slipstream-rl[verifiers] in its own environment"
 )
 TALKS = {"agent": {"harness": {"id": "null"}}}
 

@@ -95,7 +95,7 @@ class NcclEnd(ReceivingEnd):
     async def _receive(self, update_info: dict[str, Any]) -> None:
         if not update_info:
             raise EngineError("Invalid update_info")
-        assert self._engine.paused, "the model was touched beside generation"
+        assert self._engine.paused, "the model was touched during generation"
         manifest = Manifest(update_info["names"], update_info["dtype_names"], update_info["shapes"])
         self.loaded += await gather(*(on_thread(self._unpack, group, manifest) for group in self.groups))
 
@@ -193,7 +193,7 @@ class StagedEnd(ReceivingEnd):
         self._engine.staged = next((report for report in reports if report["stage"] != "ready"), reports[0])
 
     def _load(self, body: Any) -> None:
-        assert self._engine.paused, "the model was touched beside generation"
+        assert self._engine.paused, "the model was touched during generation"
         self.loaded += [staging.shadow for staging in self.stagings]
 
 

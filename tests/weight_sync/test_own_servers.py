@@ -31,7 +31,7 @@ def score(token_ids: list[int]) -> list[float]:
 
 @contextlib.contextmanager
 def fakes(*servers: FakeVllm) -> Iterator[list[str]]:
-    """Serve them on a loop of their own."""
+    """Serve them on their own loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

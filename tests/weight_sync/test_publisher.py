@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class World:
-    """A queue and two servers on an event loop of their own, as they are to a learner."""
+    """A queue and two servers on their own event loop, as they are to a learner."""
 
     loop: asyncio.AbstractEventLoop
     queue_url: str = ""

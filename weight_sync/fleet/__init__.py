@@ -1,5 +1,5 @@
 """Decides which server gets which version when.
 
-Each server has a task of its own, the newest version wins, and only the snapshot holds the learner. `member_state`
+Each server has its own task, the newest version wins, and only the snapshot holds the learner. `member_state`
 decides, purely; the rest makes the calls.
 """

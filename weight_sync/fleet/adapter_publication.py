@@ -66,7 +66,7 @@ class AdapterOutcome:
 async def publish_adapter(
     control: ServerControl, snapshot: Snapshot, proof: ServerProof, proven: str | None
 ) -> AdapterOutcome:
-    """Publish the adapter of `snapshot`. If its proof fails, the adapter before it goes on serving.
+    """Publish the adapter of `snapshot`. If its proof fails, the adapter before it continues serving.
 
     Args:
         proven: Name of the adapter that was last proven on the server, None before the first.

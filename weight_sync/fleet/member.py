@@ -105,7 +105,7 @@ class Member:
         self.wake()
 
     def give_up(self) -> None:
-        """End the running publication, so that its snapshot can be filled anew."""
+        """End the running publication, so that its snapshot can be filled again."""
         if self._running is not None:
             self._given_up = True
             self._running.cancel()
@@ -141,7 +141,7 @@ class Member:
         """Decide about an event, and do what is decided, except for the call.
 
         Raises:
-            QueueRefused: The queue refused a state without which it makes no sense to go on.
+            QueueRefused: The queue refused a state without which it makes no sense to continue.
             QueueError: The queue failed.
         """
         if (target := self._target()) != self.state.target:

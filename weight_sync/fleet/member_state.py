@@ -247,7 +247,7 @@ def decide(state: MemberState, event: Event) -> Decision:
             # It registered again or was removed meanwhile: the registry, which is read soon, says which.
             version = state.target.version if state.target is not None else 0
             return _fail(replace(state, process=Process()), event, version, f"{state.server.name}: {reason}")
-        case Answered() if state.call in _PUBLISHES:  # it goes on
+        case Answered() if state.call in _PUBLISHES:  # it continues
             leave = state.server.state is _S.SERVING
             return _note_standstill(replace(state, silent_since=None), event.engine, leave)
         case Answered():
@@ -376,7 +376,7 @@ def _silent(state: MemberState, event: Silent) -> Decision:
 def _proven(state: MemberState, event: Proven) -> Decision:
     process, metrics, version, tells = state.process, event.metrics, event.weights.version, _NOTHING
     if process.attempt != event.weights:
-        return _wait(state)  # the server registered anew meanwhile: which of its processes was proven is not known
+        return _wait(state)  # the server registered again meanwhile: which of its processes was proven is not known
     known = state.server.state in (_S.SERVING, _S.DRAINING)
     # What it sampled before it stood still waits for the proof, so the queue hears that this holds.
     verdict = state.call == "prove" and process.stuck is not None
@@ -410,7 +410,7 @@ def _call_failed(state: MemberState, event: CallFailed) -> Decision:
     elif engine is None and event.asked is None:
         pass
     elif server.state is _S.SERVING:
-        # It goes on with its proven version; the fleet marks it stale if that falls too far behind.
+        # It continues with its proven version; the fleet marks it stale if that falls too far behind.
         actions = (Warn(f"keeps version {server.version}: {event.reason}"),)
     elif server.state not in (_S.QUARANTINED, _S.DRAINING):
         first = (Tell(_S.SYNCING),) if server.state is _S.DOWN else ()

@@ -18,7 +18,7 @@ class ServerMetrics:
     """One server's part in a publication.
 
     Attributes:
-        transfer_s: Seconds beside generation.
+        transfer_s: Seconds during generation.
         pause_s: Seconds in which generation stood still.
         took_s: Seconds from the first call to the proof.
         probe_max_abs_diff: Largest difference of a log-prob of the probe, in nats.
@@ -57,7 +57,7 @@ class PublishRecord:
     Attributes:
         snapshot_s: Seconds to copy the weights.
         blocked_s: Seconds that the learner waited, the copy included.
-        transfer_s: Seconds beside generation, of the slowest server.
+        transfer_s: Seconds during generation, of the slowest server.
         pause_s: Seconds in which generation stood still, of the slowest server.
         probe_max_abs_diff: Largest of all servers, in nats.
         servers_ok: Names of the servers that have it, sorted.

@@ -1,6 +1,6 @@
 """Publishes one version to one server: by its transport, then the proof.
 
-New weights count only when the proof holds. After an error, a server whose transport stages goes on generating (I6);
+New weights count only when the proof holds. After an error, a server whose transport stages continues generating (I6);
 one that loads in place stays paused until a publication succeeds.
 """
 
@@ -34,7 +34,7 @@ class Outcome:
     """Costs of one publication to one server, and the findings of its proof.
 
     Attributes:
-        transfer_s: Seconds beside generation.
+        transfer_s: Seconds during generation.
         pause_s: Seconds in which generation stood still; those of an in-place transport include its transfer.
         generation_share: As `GenerationCost.share`.
     """
@@ -104,7 +104,7 @@ class ServerSync:
             step_s: Seconds of its engine's longest step lately.
         """
         adapter = self._proven if self._transport is None else None  # else it is a label
-        # A task of its own: in Python 3.11 an error in a task group leaves its task with a request to be cancelled.
+        # Its own task: in Python 3.11 an error in a task group leaves its task with a request to be cancelled.
         asking = asyncio.ensure_future(self.control.score_by_request([0, 1], adapter))
         try:
             await asyncio.wait_for(asking, patience_s(LOOK_TIMEOUT_S, step_s, SILENT_STEPS))
@@ -134,7 +134,7 @@ class ServerSync:
         pause = Pause(self.control, self._proven is None, transport.stages, looked, self.left_paused)
         began = time.monotonic()
         try:
-            # Asking for the server's log-probs before the swap costs no time beside the transfer.
+            # Asking for the server's log-probs before the swap costs no time next to the transfer.
             await gather_two(self._look(snapshot, looked), transport.publish(self.control, snapshot, pause))
         finally:
             self.left_paused = pause.left_paused
@@ -161,7 +161,7 @@ class ServerSync:
             if (state.boot, state.label) == (self._boot, self._proven):
                 return self._transport
             was = f"{state.boot}, weights {state.label!r}"
-            logger.warning("%s is %s: not as it was left, connecting anew", self.control.url, was)
+            logger.warning("%s is %s: not as it was left, connecting again", self.control.url, was)
             await self.disconnect()
         self._boot = state.boot
         self._transport = transport = self._make_transport()

@@ -36,7 +36,7 @@ def serves_another_run(server: str, run: str, silent_s: float) -> str:
     """Explain that `server` belongs to the run with the id `run`, whose learner called `silent_s` seconds ago."""
     return (
         f"{server} serves run {run}, whose learner looked {silent_s:.0f} s ago: one server serves one run; stop that "
-        f"run, or give this one a server of its own"
+        f"run, or give this one its own server"
     )
 
 

@@ -55,7 +55,7 @@ async def on_thread(
     cancelled: Callable[[], None] | None = None,
     discard: Callable[[T], None] | None = None,
 ) -> T:
-    """Run `work(*arguments)` on a daemon thread of its own and return its result.
+    """Run `work(*arguments)` on its own daemon thread and return its result.
 
     With `asyncio.to_thread` a transfer that hangs would keep a thread of the loop's pool from the transfers to other
     servers, and the process could not end before it.

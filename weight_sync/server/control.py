@@ -53,7 +53,7 @@ HEALTH_TIMEOUT_S = 2.0
 # A learner that ends does not wait for a server that hangs.
 GOODBYE_TIMEOUT_S = 2.0
 
-# HTTP status of a resume on a server that a person paused: that pause goes on.
+# HTTP status of a resume on a server that a person paused: that pause continues.
 USER_PAUSE = 423
 
 # Has vLLM generate in the data-parallel engine of this number.
@@ -209,7 +209,7 @@ class ServerControl(Engine):
         await self._call("POST", path, headers={"slipstream-owner": OWNER})
 
     async def resume(self) -> None:
-        """Let generation go on. Tries a few times within half a minute, as a paused server is as good as dead."""
+        """Let generation continue. Tries a few times within half a minute, as a paused server is as good as dead."""
         for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
                 await self._call(

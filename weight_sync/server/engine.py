@@ -146,4 +146,4 @@ class Engine(AdapterEngine, ProofTarget, Protocol):
         """
 
     async def resume(self) -> None:
-        """Let generation go on, unless a person paused it."""
+        """Let generation continue, unless a person paused it."""

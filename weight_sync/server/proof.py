@@ -3,7 +3,7 @@
 The server's own log-probs from before the swap are version v-1's in the server's arithmetic, exactly, so the learner
 need not compute them to tell v from v-1.
 
-Log-probs come from the server's workers, beside generation: that takes no slot and no cache, nobody waits, and the cost
+Log-probs come from the server's workers, during generation: that takes no slot and no cache, nobody waits, and the cost
 depends on the probe, not on the load. What the workers cannot compute that way (latent attention, state-space layers,
 parallel pipelines) is asked for as a request, which waits behind episodes.
 """
@@ -53,7 +53,7 @@ class Scorer:
                     raise
                 self._by_request = True
                 logger.info(
-                    "%s cannot score beside generation, so its proofs wait behind episodes: %s", control.url, error
+                    "%s cannot score during generation, so its proofs wait behind episodes: %s", control.url, error
                 )
         return await control.score_by_request(token_ids)
 

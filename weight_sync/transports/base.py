@@ -2,7 +2,7 @@
 
 A transport object joins the learner to the workers of one server, so a server that fails takes no other with it. Queue,
 server states and proof are not its concern. `StagedTransport` has the order that all staged ones share: everything
-beside generation, then one call that swaps. Each rank of the learner that holds a share of the weights sends it itself,
+during generation, then one call that swaps. Each rank of the learner that holds a share of the weights sends it itself,
 by a `Sender`. `AutoTransport` asks each server which transport it was started with.
 """
 
@@ -77,7 +77,7 @@ class Transport(Protocol):
     """The learner's end of one connection. After an error or `close` a new one takes its place.
 
     Attributes:
-        stages: How it loads. True: weights arrive beside generation and only the exchange needs the pause; the old
+        stages: How it loads. True: weights arrive during generation and only the exchange needs the pause; the old
             weights stay whole until then, so the server is resumed whatever happens. False: the model is overwritten
             under the pause; after an error half of it may be new, so the server stays paused until a publication
             succeeds.
@@ -178,7 +178,7 @@ class StagedTransport:
         pause.seconds += swap.pause_s
 
     async def bring(self, server: Engine, snapshot: Snapshot) -> None:
-        """Bring the snapshot to the workers. Returns when each has built it beside its live model."""
+        """Bring the snapshot to the workers. Returns when each has built it next to its live model."""
         whole = False
         try:
             shares = await gather(*(sender.offer_labelled(snapshot) for sender in self.senders))

@@ -1,6 +1,6 @@
 """Receives weights at one of a server's workers.
 
-Each rank of the learner sends its share of the weights over a connection of its own, and a worker has a `Receiver` for
+Each rank of the learner sends its share of the weights over its own connection, and a worker has a `Receiver` for
 each. What arrives is loaded piece by piece: while one bucket is loaded, the next one is under way.
 """
 

@@ -150,7 +150,7 @@ async def resume(call: Call) -> None:
     if not await end_of_swap(call.status):
         raise RouteError(
             409,
-            f"new weights are being swapped in, for more than {SWAP_WITHIN_S:g} s: generation goes on by itself after "
+            f"new weights are being swapped in, for more than {SWAP_WITHIN_S:g} s: generation continues after "
             f"it, and nothing needs to be done; only a pause of your own stands until POST /resume is asked again",
         )
     if owner is None:
@@ -158,7 +158,7 @@ async def resume(call: Call) -> None:
         if call.status.lease_ends is not None and _is_of_owner(call.status):
             raise RouteError(
                 409,
-                f"{call.status.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
+                f"{call.status.lease_owner!r} is loading weights: generation continues when it has ended, and "
                 f"nothing else needs to be done",
             )
     elif call.status.lease_owner not in (None, owner):

@@ -1,8 +1,8 @@
 """Starts vLLM's API server on a CPU with a torchvision whose compiled operators cannot be loaded.
 
 vLLM's files of models that see import torchvision, and use of it what is written in Python. PyPI has its builds for
-CUDA alone, beside a torch for CPUs: their operators do not load, and where it is installed nothing of transformers can
-be imported any more. So `deploy/setup.sh` keeps it in a folder of its own, which only vLLM's processes see, and the two
+CUDA alone, next to a torch for CPUs: their operators do not load, and where it is installed nothing of transformers can
+be imported any more. So `deploy/setup.sh` keeps it in its own folder, which only vLLM's processes see, and the two
 operators that its import asks for are declared here first. Nothing calls them.
 """
 

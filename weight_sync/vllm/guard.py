@@ -23,7 +23,7 @@ _SAMPLING = ("/inference/", "/v1/")
 # Routes under /v1/ that change the weights to sample from.
 _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
-# The routes of vLLM that are open beside a run. All others are closed, without or with a token.
+# The routes of vLLM that are open next to a run. All others are closed, without or with a token.
 OPEN_ROUTES = frozenset(
     {
         *(HEALTH, *_FOR_ALL_ROLES, "/tokenize", "/detokenize"),

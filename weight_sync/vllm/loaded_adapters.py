@@ -1,6 +1,6 @@
 """Loads adapters into the engine, and keeps which one serves: the newest proven one.
 
-An adapter is loaded under its own name beside those that serve, proven, and only then served: no token is sampled from
+An adapter is loaded under its own name next to those that serve, proven, and only then served: no token is sampled from
 unproven weights, and there is no pause. Requests in flight keep their adapter. Its file is not removed while a request
 may need it, as vLLM reads it again once its cache has dropped it.
 """

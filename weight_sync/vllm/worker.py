@@ -105,7 +105,7 @@ class SlipstreamWorker:
         return time.monotonic() - began
 
     def slipstream_forget_records(self, request_ids: list[str]) -> None:
-        """Drop what was recorded of these requests, which begin anew. Between two steps of the engine."""
+        """Drop what was recorded of these requests, which begin again. Between two steps of the engine."""
         records: RecordsOfWorker | None = getattr(self.model_runner, "aux_output_connector", None)
         if records is None or records._buffer is None:
             return

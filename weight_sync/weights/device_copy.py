@@ -1,4 +1,4 @@
-"""Copies weights from a GPU to the host beside the work of its other streams."""
+"""Copies weights from a GPU to the host during the work of its other streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies one version of the weights, with the probe that proves it, so that the learner can go on.
+"""Copies one version of the weights, with the probe that proves it, so that the learner can continue.
 
 A digest proves that the bytes arrived. Only log-probs prove that the server computes with them: on a CPU it computes
 with packed copies, which a reload may miss. A probe shows only those rows of embedding and head that its tokens touch,
@@ -114,7 +114,7 @@ def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0) -> list[int
     """Return the ids of publication `number`, the same at every call.
 
     They are windows over a permutation of the vocabulary, each beginning with the last id of the one before: `rounds`
-    in a row hold every id both as an input and as a prediction. Then the vocabulary is permuted anew.
+    in a row hold every id both as an input and as a prediction. Then the vocabulary is permuted again.
     """
     windows = rounds(vocab_size)
     number, place = divmod(number, windows)
@@ -155,7 +155,7 @@ class Snapshot:
     The learner waits only for this part of a publication. On a CPU it takes little more than a copy of the bytes, on as
     many threads as torch has, if `buffer` was used before or its pages were prepared (`host_memory`); else one and a
     half to two times as long. On a GPU the learner waits for copies on the device alone, which cast to the type that is
-    sent: they go on to the host beside the next step.
+    sent: they continue to the host during the next step.
 
     A copy that went wrong would pass the server's proof but for the few rows that a probe touches, since the digest is
     the copy's. So a part of the live weights is summed up where they are, while they are copied, and `check` compares.

@@ -35,7 +35,7 @@ def setting(default: Any, *, description: str, why: str, **bounds: Any) -> Any:
 def _checked_host(host: str) -> str:
     """Check that a process could listen on `host`. Raises `ValueError` for a URL, or a host with port."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%\w+)?", host):
-        raise ValueError("must be an address or a host name alone, such as 10.0.0.5; a port has a setting of its own")
+        raise ValueError("must be an address or a host name alone, such as 10.0.0.5; a port has its own setting")
     return host
 
 

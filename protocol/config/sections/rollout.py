@@ -1,4 +1,4 @@
-"""Settings of sampled episodes, and of evaluations beside training."""
+"""Settings of sampled episodes, and of evaluations during training."""
 
 from __future__ import annotations
 

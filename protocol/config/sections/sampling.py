@@ -159,7 +159,7 @@ def typed(given: Mapping[str, Any]) -> GenerationKwargs:
     """Return `rollout.generation_kwargs` as typed fields. Raises `ValueError` for a fault."""
     for name, value in given.items():
         if own := OWN_SETTING.get(name):
-            raise ValueError(f"rollout.generation_kwargs.{name} = {value} has a setting of its own: write it as {own}")
+            raise ValueError(f"rollout.generation_kwargs.{name} = {value} has its own setting: write it as {own}")
         if why := REFUSED.get(name):
             raise ValueError(f"rollout.generation_kwargs.{name} = {value} is refused: {why}; leave it out")
         if name not in GenerationKwargs.__struct_fields__:

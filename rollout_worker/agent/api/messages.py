@@ -4,7 +4,7 @@ of OpenAI's API.
 Two messages are equal where the policy would read the same: role, text, reasoning, calls and the answered id are equal.
 Null fields, fields that are never shown, and text split into parts make no difference. The policy's own answers are
 recognised whatever clients make of the ids and the JSON of its calls, and whether or not they give back the white space
-around its text, its text beside calls, and its reasoning.
+around its text, its text next to calls, and its reasoning.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def chained_answer(before: bytes, message: ChatMessage) -> bytes:
 
 def repeats(message: ChatMessage, answer: ChatMessage) -> bool:
     """Tell whether a message with the digest of an answer is that answer: its reasoning is as it was given or left out,
-    its text is as it was given or without white space around it, or left out beside calls."""
+    its text is as it was given or without white space around it, or left out next to calls."""
     given, text = answer.content or "", message.content or ""
     is_text = (bool(answer.calls) and not text) or (text in given and text.strip() == given.strip())
     return is_text and message.reasoning in (None, answer.reasoning)
@@ -214,7 +214,7 @@ class MessageReader:
 
         Args:
             answers: The field of a tool's message that names the call.
-            earlier: Messages that the conversation goes on from.
+            earlier: Messages that the conversation continues from.
         """
         if self.faults.wrong or not self.messages:
             return

@@ -149,7 +149,7 @@ def read_parameters(
         raise ApiError(
             404,
             f"the model {_short(given.get('model'))} does not exist here: this endpoint is the policy's, "
-            f"{SERVED_MODEL_NAME!r}; a judge or another model has an endpoint of its own",
+            f"{SERVED_MODEL_NAME!r}; a judge or another model has its own endpoint",
             "model_not_found",
             ["model"],
         )

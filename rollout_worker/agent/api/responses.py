@@ -1,4 +1,4 @@
-"""Answers OpenAI's responses (`/v1/responses`), whole or as events, and keeps an episode's to go on from them."""
+"""Answers OpenAI's responses (`/v1/responses`), whole or as events, and keeps an episode's to continue from them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ResponsesApi:
         yield told(response["status"], response=response)
 
     def _before(self, given: Mapping[str, Any], faults: Faults) -> list[ChatMessage]:
-        """Return the conversation that a request goes on from."""
+        """Return the conversation that a request continues from."""
         id = given.get("previous_response_id")
         if id is None:
             return []

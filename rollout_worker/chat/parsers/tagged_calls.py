@@ -92,7 +92,7 @@ class TaggedValues:
             at = skip_space(text, ended.end())
         closed = self.closing.match(text, at)
         if closed is None:
-            return self._malformed(source, at, f"it goes on with {text[at : at + 40]!r}")
+            return self._malformed(source, at, f"it continues with {text[at : at + 40]!r}")
         return [ToolCall(encodable(named["name"].strip()), arguments, as_text=True)], closed.end()
 
     def _malformed(self, source: CallFinder, at: int, why: str) -> tuple[Calls, int]:

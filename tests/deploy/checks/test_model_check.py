@@ -47,7 +47,7 @@ from tests.kit import config
         ({"model_type": "gpt2", "n_positions": 777}, 777),
         ({"model_type": "bloom"}, None),
     ],
-    ids=["plain", "a longer one of its own", "linear scaling", "yarn", "gpt2", "says nothing"],
+    ids=["plain", "its own longer one", "linear scaling", "yarn", "gpt2", "says nothing"],
 )
 def test_the_longest_context(model: dict[str, Any], longest: int | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
@@ -169,7 +169,7 @@ def test_a_model_of_another_shape_is_not_resumed(
     folder_of(saved / checkpoints.MODEL)
     (saved / checkpoints.STATE).write_text("{}", encoding="utf-8")
     model_check.check_resumed(config, resume=False)
-    refused = rf"model\.path = .*new is another model than .*step-000004 was made with: {says}.*; go on with"
+    refused = rf"model\.path = .*new is another model than .*step-000004 was made with: {says}.*; continue with"
     with pytest.raises(ConfigError, match=refused) if says else nullcontext():
         model_check.check_resumed(config, resume=True)
 

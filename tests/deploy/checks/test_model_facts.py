@@ -94,7 +94,7 @@ def test_every_family_that_is_named_as_seeing_trains_with_images(run_file: Path,
 
 
 def test_the_models_own_code_is_tried_where_it_is_trusted(run_file: Path) -> None:
-    """Its own code stands beside its config, and reaches the small model."""
+    """Its own code stands next to its config, and reaches the small model."""
     other = run_file.parent / "other"
     other.mkdir()
     for file in (run_file.parent / "model").iterdir():

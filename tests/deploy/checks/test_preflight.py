@@ -150,7 +150,7 @@ def test_what_needs_no_import_is_found_before_the_task_is_imported(
     trace = tmp_path / "imported"
     (run_file.parent / "task.py").write_text(f"open({str(trace)!r}, 'w')\n{TASK}", encoding="utf-8")
     wrong: list[tuple[str, list[str], bool]] = [
-        ("holds nothing to go on from", [], True),
+        ("holds nothing to continue from", [], True),
         ("cannot be written", ["--run.dir", "/proc/runs"], False),
         ("cannot listen there", ["--weight_sync.host", "192.0.2.1"], False),
         ("a checkpoint takes at least", ["--model.path", str(large_model(tmp_path))], False),

@@ -104,7 +104,7 @@ def test_a_run_that_is_over_starts_nothing_and_says_how_many_steps_it_made(stage
     calls = len(stage.calls())
     result = stage.run("--resume", "--learner.steps", "12")
     assert result.returncode == 0, result.stderr
-    assert "small is finished: it has made 15 steps, and learner.steps = 12; raise that to go on\n" in result.stdout
+    assert "small is finished: it has made 15 steps, and learner.steps = 12; raise that to continue\n" in result.stdout
     assert len(stage.calls()) == calls
     assert (stage.run_dir / "run.toml").read_bytes() == before
 

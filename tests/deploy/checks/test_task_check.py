@@ -142,7 +142,7 @@ CLASSIFIER = "org/reward-model"
 
 @contextmanager
 def serving(server: FakePooling) -> Iterator[str]:
-    """Its URL, while it runs on a loop of its own: the check has one, too."""
+    """Its URL, while it runs on its own loop: the check has one, too."""
     url: list[str] = []
     up, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 

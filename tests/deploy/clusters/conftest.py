@@ -128,7 +128,7 @@ def ray_here(ray_cluster: RayNodes, monkeypatch: pytest.MonkeyPatch) -> RayNodes
 
 @pytest.fixture
 def hold(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """While this file is there, the stand-in of the learner goes on. Sets a token, and the stand-ins' place."""
+    """While this file is there, the stand-in of the learner continues. Sets a token, and the stand-ins' place."""
     stubs = tmp_path / "stubs"
     for path, source in {
         "vllm/__init__.py": "",

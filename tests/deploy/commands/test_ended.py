@@ -111,7 +111,7 @@ def test_a_run_that_was_killed_names_its_last_step_and_checkpoint(config: RunCon
     stepped(config, 5)
     saved(config, 4)
     assert ended(config).describe(NOW) == (
-        "stopped 3 h ago after step 5 of 9, with a checkpoint of step 4; go on with --resume"
+        "stopped 3 h ago after step 5 of 9, with a checkpoint of step 4; continue with --resume"
     )
     looked(config, NOW - 2 * HOUR, step=6, total_steps=20, diagnosis=[TOOL])
     found = ended(config)

@@ -186,7 +186,7 @@ def test_the_plan_is_drawn_from_the_same_figures(run_dir: Path, tmp_path: Path) 
     assert page.status.limit is not None
     assert page.plan.title.startswith("2 vLLM servers on this machine's cores, 1 worker: 100 steps simulated")
     texts = [change.text for change in page.plan.changes]
-    assert {"vllm.count = 1", "each vLLM server on a machine of its own"} <= set(texts)
+    assert {"vllm.count = 1", "each vLLM server on its own machine"} <= set(texts)
     assert "planned with vLLM servers = 2 (record: 1)" in page.plan.notes
     terminal = " ".join(drawn.output.split())
     for name, predicted, measured in page.plan.figures:

@@ -141,5 +141,5 @@ def test_a_copy_to_a_database_that_is_away_ends_at_once(run_file: Path, slipstre
 def test_a_store_in_memory_has_no_ledger_to_begin_anew(run_file: Path, slipstream: Run) -> None:
     put(run_file, 7)
     code, said = slipstream("queue", "new", run_file, "--queue.store", ":memory:")
-    assert (code, "begins anew with each start" in said) == (2, True)
+    assert (code, "begins again with each start" in said) == (2, True)
     assert stores.open_for_reading(load(run_file)).run_state().version == 7

@@ -124,14 +124,14 @@ def test_a_standstill_that_nothing_explains_is_said_too(night: Night) -> None:
     found = night.summary()
     assert [incident.text for incident in found.incidents] == ["no step, and nothing that was seen says why"]
     assert found.open == [
-        "31 of 500 steps are made, with no checkpoint; if it was stopped, slipstream up --resume goes on"
+        "31 of 500 steps are made, with no checkpoint; if it was stopped, slipstream up --resume continues"
     ]
     night.goes_on(20, diagnosis=[Cause(CAUSE, "the update of step 30 destroyed the policy", "bad")])
     assert any("learner.learning_rate" in text and "--resume" in text for text in night.summary().open)
 
 
 def test_a_clock_that_is_set_ahead_costs_no_time_and_is_named(night: Night) -> None:
-    night.up_since += 3600  # the queue's own seconds go on
+    night.up_since += 3600  # the queue's own seconds continue
     night.at += 3600
     night.goes_on(60)
     night.out("vllm-1", ServerState.STALE, "paused by a person")
@@ -162,7 +162,7 @@ def test_a_crash_that_cost_steps(night: Night) -> None:
     lines = shown(night.summary())
     assert any(re.search(r"the queue: ended, and was started again, 4\d s", line) for line in lines)
     (line,) = [line for line in lines if line.startswith("the learner: ended")]
-    assert re.match(r"the learner: ended after step (29|30), and went on from step 25, 4\d s, [45] steps made", line)
+    assert re.match(r"the learner: ended after step (29|30), and continued from step 25, 4\d s, [45] steps made", line)
 
 
 def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(night: Night) -> None:
@@ -255,5 +255,5 @@ def test_a_run_that_was_stopped_and_resumed_did_not_stand_still_meanwhile(night:
     night.session += 1
     night.goes_on(120)
     found = night.summary()
-    assert [(of.about, of.text) for of in found.incidents] == [("the run", "was stopped, and went on")]
+    assert [(of.about, of.text) for of in found.incidents] == [("the run", "was stopped, and continued")]
     assert found.lost_s < 60

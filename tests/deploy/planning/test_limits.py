@@ -1,4 +1,4 @@
-"""The rule that names what limits a run, beside simulations of the run with each part at twice its speed."""
+"""The rule that names what limits a run, next to simulations of the run with each part at twice its speed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def test_a_probe_runs_as_many_requests_as_it_says_and_finds_how_long_they_
     first = [body for body in server.requests if body["sampling_params"]["n"] == 4]
     later = [body for body in server.requests if body["sampling_params"]["n"] == 1 and len(body["token_ids"]) == 13]
     assert first
-    assert later, "no episode went on to its second turn"
+    assert later, "no episode continued to its second turn"
     assert {body["sampling_params"]["min_tokens"] for body in (*first, *later)} == {TURN}
 
 

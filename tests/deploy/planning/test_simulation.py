@@ -142,7 +142,7 @@ def test_a_curve_has_straight_lines_between_its_points_and_beyond_the_last(runni
 
 
 def test_prompts_that_a_server_has_not_kept_take_its_time() -> None:
-    """A group's first turns share one prompt. Later turns have theirs anew after each publication."""
+    """A group's first turns share one prompt. Later turns have theirs again after each publication."""
     slow = replace(RATES, curve=replace(RATES.curve, prefill_s=0.001), prompt_tokens=20.0)
     assert simulate(slow).steps_per_s < 0.9 * simulate().steps_per_s
     rarely = simulate(slow, weight_sync={"every": 4}, queue={"max_staleness": 4})

@@ -87,7 +87,7 @@ RuntimeError: what followed
         # A full disk or a kill cuts a log short: half a traceback is no cause.
         ("Traceback (most recent call last):\n  File cut short\n", None),
         ("ValueError: before\nTraceback (most recent call last):\n  File cut short\n", "ValueError: before"),
-        # srun writes beside the program: what it says of the step may come first.
+        # srun writes next to the program: what it says of the step may come first.
         ("srun: error: n3: task 0: Exited with exit code 1\nValueError: a fault\n", "ValueError: a fault"),
         (
             "srun: error: n3: task 0: Exited with exit code 2\n" + WRONG_FLAG,

@@ -19,7 +19,7 @@ from slipstream.deploy.run.process_keeper import (
 from slipstream.deploy.run.processes import ProcessKind
 from slipstream.learner.ranks.liveness import RANK_LOST
 
-RESUME = "go on"
+RESUME = "continue"
 
 
 class History:

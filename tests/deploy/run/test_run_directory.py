@@ -36,14 +36,19 @@ def holding(run_file: Path, *, store: int | None = None, checkpoint: bool = Fals
     ("store", "checkpoint", "resume", "refused"),
     [
         (None, False, False, None),
-        (None, False, True, "--resume: .*small holds nothing to go on from, .* start it without --resume"),
+        (None, False, True, "--resume: .*small holds nothing to continue from, .* start it without --resume"),
         (0, False, False, None),
-        (0, False, True, "--resume: .*small holds nothing to go on from"),
+        (0, False, True, "--resume: .*small holds nothing to continue from"),
         (7, False, False, "already holds a run of 7 steps, without a checkpoint; begin again at its first step by"),
         (7, False, True, None),
-        (7, True, False, "already holds a run; go on with it by --resume, or choose another name: --run.name small-2"),
+        (
+            7,
+            True,
+            False,
+            "already holds a run; continue with it by --resume, or choose another name: --run.name small-2",
+        ),
         (7, True, True, None),
-        (None, True, False, "already holds a run; go on with it by --resume"),
+        (None, True, False, "already holds a run; continue with it by --resume"),
         (None, True, True, "it is empty, beside .*step-000001; .*slipstream queue new"),
     ],
 )
@@ -75,7 +80,7 @@ def test_a_store_that_has_lost_its_run_is_no_start_that_made_no_step(run_file: P
         (None, False, "fix it and start again: it made no step, so the run's name is free"),
         (0, False, "fix it and start again: it made no step, so the run's name is free"),
         (7, False, "it made no checkpoint: begin again at its first step with --resume"),
-        (7, True, "go on from its newest checkpoint with --resume"),
+        (7, True, "continue from its newest checkpoint with --resume"),
     ],
 )
 def test_resume_is_advised_only_where_there_is_something_to_resume(
@@ -88,7 +93,9 @@ def test_after_a_trainer_of_the_users_own_the_step_of_its_own_checkpoint_is_name
     config = holding(run_file, store=7)
     own = config.model_copy(update={"learner": config.learner.model_copy(update={"script": "train.py"})})
     assert run_directory.to_go_on(own).endswith("from the checkpoint whose step it gives to join(step=)")
-    with pytest.raises(ConfigError, match=r"a run of 7 steps; go on from your script's own checkpoint by --resume, or"):
+    with pytest.raises(
+        ConfigError, match=r"a run of 7 steps; continue from your script's own checkpoint by --resume, or"
+    ):
         run_directory.check_run_directory(own, resume=False)
 
 
@@ -125,12 +132,12 @@ def test_nothing_is_moved_under_a_queue_that_runs(run_file: Path) -> None:
 
 
 def test_steps_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> None:
-    """A resume from the first step has the version go on."""
+    """A resume from the first step has the version continue."""
     store = SqliteStore(tmp_path / FILE_NAME)
     assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 0
     store.acquire()
     store.commit(Changes(run=RunState(version=9, step=0)))
-    assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 9, "beside the queue that has it open"
+    assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 9, "next to the queue that has it open"
     store.close()
     (tmp_path / "no-store").write_text("something else", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read as a run's store"):

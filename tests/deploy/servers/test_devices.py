@@ -44,7 +44,7 @@ def test_learner_and_servers_have_gpus_of_their_own_where_there_are_enough(run_f
     plan = planned(run_file, machine(4), "--vllm.count", "2")
     assert gpus_of(plan) == [("0",), ("1",), ("2",)]
     assert plan.transport == "nccl_staged"
-    # 0.92 of 80 GiB, less the next version, built beside the one that serves, and two buckets of 64 MiB.
+    # 0.92 of 80 GiB, less the next version, built next to the one that serves, and two buckets of 64 MiB.
     assert plan.servers[0].share == pytest.approx(0.92 - (SMALL.parameters * 2 / GIB + 0.125) / 80)
     assert plan.servers[0].cache == 0, "vLLM measures: nothing else is on its GPU"
     assert "GPU 3: not used; raise vllm.count or learner.ranks" in plan.lines()

@@ -306,7 +306,7 @@ joining.run(config(), joining.ServerJoin("mine", "http://127.0.0.1:1", queue, 64
 
 
 async def test_a_server_whose_command_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
-    """vLLM has a session of its own; it kept its memory, and its port."""
+    """vLLM has its own session; it kept its memory, and its port."""
     mark = tmp_path / "up"
     async with serving(config()) as queue:
         command = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD_OF_KILLED, queue.url, str(mark))

@@ -106,7 +106,7 @@ class FakeEngine:
         }
 
     def swap(self, label: str) -> None:
-        """Beside a person's pause too: it stands."""
+        """Next to a person's pause too: it stands."""
         self.finish_update(label)
 
     async def until_resumed(self) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 Kind = Literal[
     "hang",  # never answers
-    "stop",  # answers once the fault is taken away, as a process that was stopped and goes on
+    "stop",  # answers once the fault is taken away, as a process that was stopped and continues
     "status",  # answers with `status` and vLLM's error body
     "slow",  # answers after `seconds`
     "drop",  # closes the connection without an answer

@@ -89,7 +89,7 @@ def test_the_advantages_of_a_group_sum_to_zero(advantage: Advantage, groups: lis
 @settings(deadline=None)
 @given(groups=STEPS, shift=st.integers(-50, 50))
 def test_a_shift_of_all_rewards_does_not_matter(advantage: Advantage, groups: list[list[int]], shift: int) -> None:
-    """A shift of its own for each group would not matter either; here all groups share one."""
+    """Its own shift for each group would not matter either; here all groups share one."""
     straight, shifted = advantage(step(groups)), advantage(step(groups, shift=float(shift)))
     np.testing.assert_allclose(shifted, straight, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(straight).max())))
 
@@ -99,7 +99,7 @@ def test_a_shift_of_all_rewards_does_not_matter(advantage: Advantage, groups: li
 def test_a_scale_of_all_rewards_divides_out_or_stays(
     advantage: Advantage, groups: list[list[int]], scale: float
 ) -> None:
-    """Up to the epsilon beside the deviation, which is 1e-8 here."""
+    """Up to the epsilon next to the deviation, which is 1e-8 here."""
     kind = advantage.section.advantage
     exact = advantages.build(LearnerSection(advantage=kind, advantage_epsilon=1e-8))
     straight, scaled = exact(step(groups)), exact(step(groups, scale))

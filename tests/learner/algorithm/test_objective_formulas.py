@@ -106,7 +106,7 @@ def batch(seed: int, normaliser: str, spread: float) -> Tokens:
 
 
 def in_float64(row: Tokens) -> Tokens:
-    """Its sums over rollouts are added up anew."""
+    """Its sums over rollouts are added up again."""
     changes = {f.name: getattr(row, f.name).detach() for f in fields(row) if getattr(row, f.name) is not None}
     changes = {name: value.double() if value.is_floating_point() else value for name, value in changes.items()}
     drift = torch.zeros(len(LENGTHS), dtype=torch.float64)
@@ -115,7 +115,7 @@ def in_float64(row: Tokens) -> Tokens:
 
 
 def part(row: Tokens, places: torch.Tensor) -> Tokens:
-    """Some tokens of a row, as a row of their own: what it knows of whole rollouts stays."""
+    """Some tokens of a row, as their own row: what it knows of whole rollouts stays."""
     values = {f.name: getattr(row, f.name) for f in fields(row)}
     return Tokens(**{name: None if value is None else value[places] for name, value in values.items()})
 

@@ -111,7 +111,7 @@ def test_losses_and_slopes_as_by_hand(
 @pytest.mark.parametrize("name", HEAVIEST)
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_one_wild_token_weighs_no_more_than_the_bound(name: str, advantage: float) -> None:
-    """At whatever log-ratio from -18 to 18, in a rollout of its own or beside others."""
+    """At whatever log-ratio from -18 to 18, in its own rollout or next to others."""
     assert set(HEAVIEST) | {"importance"} == set(OBJECTIVES)
     for log_ratio in np.linspace(-18, 18, 73):
         for ratios in ([math.exp(log_ratio)], [math.exp(log_ratio), 1.0, 1.0]):

@@ -1,4 +1,4 @@
-"""Objectives beside TRL 1.16's own losses: its `_compute_loss` runs, on the same log-probs, on a stand-in for its
+"""Objectives next to TRL 1.16's own losses: its `_compute_loss` runs, on the same log-probs, on a stand-in for its
 trainer that has only what that reads. Loss, gradient and the figures of the same name must agree."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Corrections and masks beside TRL's own code, on the same batch: its ratio, its masks and its loss."""
+"""Corrections and masks next to TRL's own code, on the same batch: its ratio, its masks and its loss."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 
 def test_under_autocast_all_three_are_16_bits() -> None:
-    """Norms and rotary embeddings leave queries and keys in float32 beside values in bfloat16."""
+    """Norms and rotary embeddings leave queries and keys in float32 next to values in bfloat16."""
     row = row_of([1, 2, 3, 4], [1, 2, 5])
     query, key, value = inputs(row.tokens, (4, 2), dtype=torch.float32)
     tensors = [query, key, value.to(torch.bfloat16)]

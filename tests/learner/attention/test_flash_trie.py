@@ -152,7 +152,7 @@ def test_one_causal_call_and_one_for_each_level(calls: Calls) -> None:
     )
     flash.flash_trie(*inputs(built.tokens, (2, 2)), layout(built), None)
     assert built.tokens == 10
-    # Below 1, 2 stand five tokens less the two themselves; 7 goes on to 8 in its own node; below 4 stand 5 and 6.
+    # Below 1, 2 stand five tokens less the two themselves; 7 continues to 8 in its own node; below 4 stand 5 and 6.
     assert calls == [(10, True), (4, False), (2, False)]
 
 

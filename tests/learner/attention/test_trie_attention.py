@@ -106,7 +106,7 @@ def test_blocks_of_a_batch_are_of_like_length() -> None:
 
 
 def test_spans_within_one_another_are_in_batches_of_their_own() -> None:
-    """A chain: what each turn leaves behind branches off, and the next goes on."""
+    """A chain: what each turn leaves behind branches off, and the next continues."""
     turns = [np.array([*([1] * 4 * turn), 2, turn], dtype=np.int32) for turn in range(1, 20)]
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, MAX_MASKED_TOKENS=0, MAX_COPIED_TOKENS=0)

@@ -157,7 +157,7 @@ def test_that_it_is_another_is_known_before_anything_starts(
 
 
 def test_a_resume_never_says_that_another_adapter_is_used_from_here_on(model_path: Path, tmp_path: Path) -> None:
-    """It goes on as it was made, or not at all."""
+    """It continues as it was made, or not at all."""
     before, now = config_of(model_path), config_of(model_path, {"r": 8}, learning_rate=1e-3)
     made = checkpoint.Checkpoint(tmp_path, CheckpointInfo(2, 2, start.settings(before)))
     said = "\n".join(start.introduction(now, made, RunPosition(2, 2, 4, 1, None, None, False)))

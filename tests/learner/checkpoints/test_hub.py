@@ -99,7 +99,7 @@ def test_a_hub_that_fails_is_told_and_the_next_is_tried(
     sender.push(model_of(tmp_path, 1), 1)
     sender.wait(30)
     assert told == [
-        "the model of step 1 is not on the hub: OSError: 401 Client Error; the run goes on, and the checkpoint is in "
+        "the model of step 1 is not on the hub: OSError: 401 Client Error; the run continues, and the checkpoint is in "
         "the run directory"
     ]
     hub.fails = None

@@ -1,4 +1,4 @@
-"""What a run goes on from, where a disk has damaged a checkpoint or another learner has written one."""
+"""What a run continues from, where a disk has damaged a checkpoint or another learner has written one."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_versions_that_a_step_made(step: int, sessions: list[tuple[int, int]
 @pytest.mark.parametrize(
     ("position", "why"),
     [
-        (at(8, 17, (0, 9)), "it has version 4, and step 4 of the run that goes on made version 13"),
+        (at(8, 17, (0, 9)), "it has version 4, and step 4 of the run that continues made version 13"),
         (at(3, 12, (0, 9)), "the queue knows steps up to 3 only"),
         (at(6, 6, (0, 0), session=1), None),
         (at(4, 9, (0, 0), (4, 9)), None),
@@ -201,13 +201,13 @@ def test_a_queue_that_does_not_say_whose_turn_it_is_costs_no_checkpoint(
 def test_a_resume_passes_over_what_a_learner_of_before_wrote_and_sets_it_aside(
     succeeded: Succeeded, run_dir: Path, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Step 4 of the run that goes on made version 9; the checkpoint of step 4 is of the time line before."""
+    """Step 4 of the run that continues made version 9; the checkpoint of step 4 is of the time line before."""
     succeeded.begins_at = None
     succeeded.now = at(4, 9, (0, 0), (2, 7))
     run(config_for(model_path, tmp_path, steps=5, checkpoint_every=5), resume=True)
     assert [(of.step, of.resume) for of in succeeded.begun] == [(2, True)]
     told = " ".join(capsys.readouterr().out.split())
-    assert "step-000004 is not taken: it has version 4, and step 4 of the run that goes on made version 9" in told
+    assert "step-000004 is not taken: it has version 4, and step 4 of the run that continues made version 9" in told
     assert "resuming from step 2 of 5" in told
     names = sorted(path.name for path in places.folder(run_dir).iterdir())
     assert names == ["step-000002", "step-000005", "unused-step-000004"]

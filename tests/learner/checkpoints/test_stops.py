@@ -47,7 +47,7 @@ class Moment(NamedTuple):
 
 
 def writing(step: int) -> tuple[str, str]:
-    return f"stopped after step {step}; writing a checkpoint of it: ", f"go on from step {step} with: {RESUME}"
+    return f"stopped after step {step}; writing a checkpoint of it: ", f"continue from step {step} with: {RESUME}"
 
 
 MOMENTS = {
@@ -75,7 +75,7 @@ MOMENTS = {
         "_flush",
         1,
         [2],
-        ("stopped after step 2, which has its checkpoint", f"go on from step 2 with: {RESUME}"),
+        ("stopped after step 2, which has its checkpoint", f"continue from step 2 with: {RESUME}"),
     ),
     "the last checkpoint is written": Moment(
         checkpoint,
@@ -121,7 +121,7 @@ def test_a_signal_at_any_moment_keeps_all_steps_that_are_made(
     assert leaving.value.code == 128 + number
     assert list(places.complete(settings.run_dir)) == moment.kept
     if moment.name == "_flush":
-        assert len(calls) == moment.nth, "it was begun anew"
+        assert len(calls) == moment.nth, "it was begun again"
     told = " ".join(capsys.readouterr().out.split())
     assert moment.said[0] in told
     assert moment.said[1] in told
@@ -171,7 +171,7 @@ def test_a_queue_that_is_away_costs_only_a_step_that_it_was_to_acknowledge(
     assert list(places.complete(settings.run_dir)) == [2]
     told = capsys.readouterr()
     assert "stopped after step 2; there is no checkpoint of step 3, since the queue does not answer" in told.out
-    assert told.out.splitlines()[-1] == f"go on from step 2 with: {RESUME}"
+    assert told.out.splitlines()[-1] == f"continue from step 2 with: {RESUME}"
     assert "destroyed" not in told.err
 
 
@@ -217,7 +217,7 @@ def test_only_a_disk_that_is_known_to_be_too_slow_for_a_limit_costs_the_checkpoi
     assert list(places.complete(settings.run_dir)) == kept
     told = " ".join(capsys.readouterr().out.split())
     assert ("there is no time for a checkpoint: it takes 900 to 1350 s" in told) == (kept == [2])
-    assert told.endswith(f"go on from step {kept[-1]} with: {RESUME}")
+    assert told.endswith(f"continue from step {kept[-1]} with: {RESUME}")
 
 
 def test_a_second_ctrl_c_names_the_checkpoint_that_is_not_complete(
@@ -245,4 +245,4 @@ def test_a_second_ctrl_c_names_the_checkpoint_that_is_not_complete(
         run(settings)
     (code, text, complete), *others = ended
     assert (code, complete, others) == (130, [2], [])
-    assert f"the checkpoint of step 3 is not complete; go on from step 2 with: {RESUME}" in text
+    assert f"the checkpoint of step 3 is not complete; continue from step 2 with: {RESUME}" in text

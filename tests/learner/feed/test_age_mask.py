@@ -88,7 +88,7 @@ def test_staleness_is_counted_over_the_tokens_that_train() -> None:
         ([None, 5, 6, 6], [0, 0, 0, 0]),  # an update landed in the turn: keys and values of version 5
         ([None, 5, 5, None, 6, 6], [0, 0, 0, 0, 1, 1]),  # between turns
         ([None, 5, 6, None, 6], [0, 0, 0, 0, 1]),
-        ([None, 6, 5, 6], [0, 1, 0, 0]),  # went on at a server that was behind
+        ([None, 6, 5, 6], [0, 1, 0, 0]),  # continued at a server that was behind
         ([5, 6], [0, 0]),
         ([6, 6], [1, 1]),
         ([None, 2, 6, None, 6], [0, 0, 0, 0, 1]),  # the turn's beginning is too old to train

@@ -1,4 +1,4 @@
-"""An adapter beside a base that stays: what it computes, what trains, and what is published of it."""
+"""An adapter next to a base that stays: what it computes, what trains, and what is published of it."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_sixteen_bits_do_not_hide_layers_that_mix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "logits",
     [lambda x: 30 * (x / 30).tanh(), lambda x: x + 0.01 * torch.arange(x.shape[-1]) / 32],
-    ids=["a soft cap of no known name", "a bias of its own"],
+    ids=["a soft cap of no known name", "its own bias"],
 )
 def test_logits_that_differ_little_from_the_output_layers_are_refused(
     logits: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path

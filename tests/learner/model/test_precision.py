@@ -112,7 +112,7 @@ def test_what_is_published_is_the_masters_rounded_once(make: Make, monkeypatch: 
     for name, view in snapshot.manifest.views(snapshot.flat).items():
         assert view.dtype == torch.bfloat16
         assert torch.equal(view, weights[name].to(torch.bfloat16)), name
-    # No second copy beside the buffer that is sent, and what is checked of it.
+    # No second copy next to the buffer that is sent, and what is checked of it.
     assert live.peak <= snapshot.manifest.total_bytes() + 4096
 
 
@@ -164,7 +164,7 @@ def test_float16_is_for_servers_only(make: Make) -> None:
 
 def test_pure_bfloat16_is_warned_of_with_the_share_of_weights_that_a_step_changes() -> None:
     weights = {"a": torch.full((30_000,), 2.0, dtype=torch.bfloat16), "b": torch.zeros(10_000, dtype=torch.bfloat16)}
-    assert changed_share(weights.items(), 1e-6) == 0.25  # 0 + 1e-6 is a number of its own; 2 + 1e-6 is 2
+    assert changed_share(weights.items(), 1e-6) == 0.25  # 0 + 1e-6 is its own number; 2 + 1e-6 is 2
     assert changed_share(weights.items(), 0.1) == 1.0
     pure = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     text = find_rounding_warning(pure, weights.items, 1e-6)

@@ -1,4 +1,4 @@
-"""The reference model beside the policy, and steps with it."""
+"""The reference model next to the policy, and steps with it."""
 
 from __future__ import annotations
 

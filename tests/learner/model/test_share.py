@@ -74,7 +74,7 @@ def whole(name: str) -> dict[str, torch.Tensor]:
 
 
 def published(number: int, name: str, ranks: int, bucket: int) -> dict[str, Any]:
-    """A rank's share; the most that it held beside the model while nobody kept anything; what it sent at once."""
+    """A rank's share; the most that it held next to the model while nobody kept anything; what it sent at once."""
     model = wrapping.sharded(model_of(name), torch.device("cpu"))
     team = Team(number, ranks, sharded=True)
     share = Share(model, team, SERVED, bucket)

@@ -178,7 +178,7 @@ def test_checkpoints_are_those_of_one_rank(several: Any, alone: Any) -> None:
 def test_ranks_go_on_after_a_signal_where_one_rank_stood_and_the_other_way_round(
     folder: Path, shard: bool, number: signal.Signals, alone: Any
 ) -> None:
-    """One rank makes two steps, two ranks go on and are stopped in step 4, one rank makes it."""
+    """One rank makes two steps, two ranks continue and are stopped in step 4, one rank makes it."""
     first = run_file(folder, f"mixed-{shard}", steps=2)
     train(build_trainer(first, None), first)
     settings = run_file(folder, first.run.name, ranks=2, shard_weights=shard)

@@ -1,5 +1,5 @@
-"""Every optimiser that may be used with sharded weights steps as it does with whole ones, and goes on from a checkpoint
-of them: two processes, gloo, gradients that are given."""
+"""Every optimiser that may be used with sharded weights steps as it does with whole ones, and continues from a
+checkpoint of them: two processes, gloo, gradients that are given."""
 
 from __future__ import annotations
 

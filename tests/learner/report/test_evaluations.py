@@ -122,7 +122,7 @@ def test_what_came_of_them_reaches_every_file(model_path: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("looks", [3, 8])
 def test_of_several_that_end_by_one_line_none_is_lost(model_path: Path, tmp_path: Path, looks: int) -> None:
-    """Whether they end while the run goes on or after its last step."""
+    """Whether they end while the run continues or after its last step."""
     train(evaluating(model_path, tmp_path, at_start=True), Queue(endless(), looks=looks))
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     steps = [[each["eval/step"] for each in [*row.get(EARLIER, []), row] if "eval/step" in each] for row in metrics]

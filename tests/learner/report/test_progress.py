@@ -1,4 +1,4 @@
-"""What a person sees of a run: phases, steps, notices, rollouts, and the curve beside them."""
+"""What a person sees of a run: phases, steps, notices, rollouts, and the curve next to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.learner.report.test_summary import step_record
 
 
 class Screen:
-    """A progress on a made-up terminal or file, with a clock of its own."""
+    """A progress on a made-up terminal or file, with its own clock."""
 
     def __init__(self, width: int = 80, terminal: bool = True, total_steps: int = 100, log: bool = False) -> None:
         self.file = io.StringIO()
@@ -476,7 +476,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_learner(caplog: pytest.LogCapt
 
 def test_a_command_is_never_broken_into_lines() -> None:
     screen = Screen(40)
-    command = "go on with: slipstream up " + "a-very-long-folder/" * 5 + "run.toml --resume"
+    command = "continue with: slipstream up " + "a-very-long-folder/" * 5 + "run.toml --resume"
     with screen.progress:
         screen.progress.say(command, whole=True)
     assert command in screen.file.getvalue()

@@ -230,7 +230,7 @@ def test_a_journal_that_cannot_be_written_goes_on_and_lacks_no_line_when_it_can(
     aside.rename(path)
     journal.append(step_record(4))
     assert [re.sub(r".*jsonl ", "", text) for text in said] == [
-        "cannot be written: Is a directory; the run goes on, and the lines wait for room",
+        "cannot be written: Is a directory; the run continues, and the lines wait for room",
         "is written again, with the 3 lines that waited",
     ]
     assert Journal(path, StepRecord, 9).records == [typed(record) for record in journal.records]
@@ -244,7 +244,7 @@ def test_a_journal_that_was_deleted_is_written_anew(tmp_path: Path) -> None:
     journal.append(step_record(1))
     path.unlink()
     journal.append(step_record(2))
-    assert said == [f"{path} was deleted: it is written anew"]
+    assert said == [f"{path} was deleted: it is written again"]
     assert [record.step for record in Journal(path, StepRecord, 9).records] == [1, 2]
 
 

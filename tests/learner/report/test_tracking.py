@@ -35,7 +35,7 @@ def run_of(folder: Path, *trackers: str, **tracking: Any) -> RunConfig:
 
 
 def session(settings: RunConfig, after: int, *steps: int, newest: int = 0, reward: float = 0.5) -> list[str]:
-    """Steps of one session that goes on after a checkpoint; what it warns of."""
+    """Steps of one session that continues after a checkpoint; what it warns of."""
     warned: list[str] = []
     tracking = Tracking(settings, after, newest, warned.append)
     for step in steps:
@@ -232,7 +232,7 @@ def test_a_resumed_session_names_the_run_of_the_first(
     assert first in (second, None)
     assert json.loads((tmp_path / "test" / FILE_NAME).read_bytes())["ids"][tracker] == second
     session(settings, 0, 1)
-    assert made[2].given.get(argument) != second, "a run that begins anew is another one"
+    assert made[2].given.get(argument) != second, "a run that begins again is another one"
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
@@ -376,10 +376,10 @@ class Broken(Stand):
 @pytest.mark.parametrize(
     ("at", "says", "lost"),
     [
-        ("start", "OSError: no network; the run goes on", 4),
-        ("log", "SystemExit: 3; the run goes on", 2),
-        ("settings", "ValueError: odd value; the run goes on", 1),
-        ("finish", "RuntimeError: offline; the run goes on", 0),
+        ("start", "OSError: no network; the run continues", 4),
+        ("log", "SystemExit: 3; the run continues", 2),
+        ("settings", "ValueError: odd value; the run continues", 1),
+        ("finish", "RuntimeError: offline; the run continues", 0),
     ],
 )
 def test_a_tracker_that_fails_warns_once_and_counts_what_it_lacks(

@@ -105,7 +105,7 @@ def stands_apart(rows: list[PackedRow]) -> bool:
 def test_a_correction_changes_the_gradient(
     make_policy: Callable[..., Policy], samples: list[Sample], settings: dict[str, Any]
 ) -> None:
-    """Else the tests beside this one would say nothing."""
+    """Else the tests next to this one would say nothing."""
     policy = make_policy()
     (plain, corrected) = (steps(policy, chosen, samples, [400, 400])[1] for chosen in ({}, settings))
     name = "model.lm_head.weight"

@@ -73,8 +73,8 @@ LORA = {"r": 16}
             "optim = adafactor with learner.shard_weights = true.*choose one of adagrad, adamw_torch",
         ),
         ({"learner": {"shard_weights": True, "optim": "paged_adamw_8bit"}}, "or leave learner.shard_weights out"),
-        ({"learner": {"optim_args": {"lr": 0.1}}}, "lr has a setting of its own; set learner.learning_rate"),
-        ({"learner": {"optim_args": {"betas": [0.9, 0.99]}}}, "betas has a setting of its own; set learner.betas"),
+        ({"learner": {"optim_args": {"lr": 0.1}}}, "lr has its own setting; set learner.learning_rate"),
+        ({"learner": {"optim_args": {"betas": [0.9, 0.99]}}}, "betas has its own setting; set learner.betas"),
     ],
     ids=str,
 )

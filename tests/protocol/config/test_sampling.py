@@ -81,7 +81,7 @@ def test_what_leaves_the_distribution_as_it_is_needs_no_choice(rollout: dict[str
     ("given", "says"),
     [
         ({"seed": 1}, "generation_kwargs.seed = 1 is refused: .*run.seed"),
-        ({"n": 4}, "generation_kwargs.n = 4 has a setting of its own: write it as rollout.group_size"),
+        ({"n": 4}, "generation_kwargs.n = 4 has its own setting: write it as rollout.group_size"),
         ({"max_tokens": 9}, "write it as rollout.max_turn_tokens"),
         ({"temperature": 1.0}, "write it as rollout.temperature"),
         ({"top_p": 0.9}, "write it as rollout.top_p"),

@@ -115,7 +115,7 @@ async def test_what_the_queue_answers_is_what_the_schema_says() -> None:
 
 @contextmanager
 def live_queue() -> Iterator[str]:
-    """Serve a queue in a thread of its own, behind the connections that the service has."""
+    """Serve a queue in its own thread, behind the connections that the service has."""
     ended, up = threading.Event(), threading.Event()
     urls: list[str] = []
 

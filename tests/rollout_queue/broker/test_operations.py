@@ -334,7 +334,7 @@ async def test_i5_a_ticket_of_an_evaluation_came_before_a_proof_or_restart_thoug
 async def test_a_proof_that_fails_adds_an_evaluation_up_again_once_however_many_rows_it_takes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The whole sum was made anew for each row: 4,000 rows kept the queue from answering for 50 seconds."""
+    """The whole sum was made again for each row: 4,000 rows kept the queue from answering for 50 seconds."""
     rows, added = 64, list[str]()
     declared = Fingerprint("1", "t", "c", {})
     found = msgspec.structs.replace(declared, rows=9, data="d", eval_rows=rows, eval_data="e")

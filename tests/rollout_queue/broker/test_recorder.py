@@ -56,7 +56,9 @@ async def test_it_holds_what_was_trained_and_what_was_left_out_and_nothing_else(
         await client.ack("c", LeaseAck(1, dropped=dict.fromkeys(flat, reasons.ZERO_VARIANCE)))
         second = await lease(client, 1, "d")
         await client.ack("d", LeaseAck(1, second, step=2, version=2))
-        assert tickets(run) == [(1, 1, first[::-1], []), (2, 2, second, [bad])], "it can be read while the run goes on"
+        assert tickets(run) == [(1, 1, first[::-1], []), (2, 2, second, [bad])], (
+            "it can be read while the run continues"
+        )
     place = trained_record.read_record(run.run_dir / trained_record.RECORD_FOLDER).steps[0].trained[0]
     assert place.group().ticket_id == first[-1]
     assert place.head.groups == 2

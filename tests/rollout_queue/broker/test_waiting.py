@@ -21,7 +21,7 @@ from tests.kit.messages import SERVER
 
 
 class Line(RuleBasedStateMachine):
-    """Requests come, take, give up; permits come. Nobody waits beside a permit that nobody was called for."""
+    """Requests come, take, give up; permits come. Nobody waits next to a permit that nobody was called for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ async def test_a_commit_that_fails_at_once_leaves_nobody_waiting() -> None:
 
 
 async def test_a_task_of_the_queue_that_fails_ends_it() -> None:
-    """Without its deadlines it would go on answering, and nobody would notice."""
+    """Without its deadlines it would continue answering, and nobody would notice."""
     time, ended = FakeTime(), asyncio.Event()
 
     def monotonic() -> float:

@@ -193,7 +193,7 @@ def test_bound_0_is_strict_alternation(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("tail", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_long_tail_makes_the_adaptive_depth_neither_slow_nor_wasteful(k: int, tail: float, workers: int) -> None:
-    """Beside the greatest depth: hardly slower, and no more discarded; stragglers come at any depth."""
+    """Next to the greatest depth: hardly slower, and no more discarded; stragglers come at any depth."""
 
     def run(depth: float | str) -> Loop:
         loop = Loop(k=k, b=16, every=1, publish_s=0.2, step_s=1.0, seed=1, tail=tail, depth=depth, workers=workers)

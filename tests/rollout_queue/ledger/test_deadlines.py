@@ -78,7 +78,7 @@ def test_one_that_starts_again_begins_anew() -> None:
     st.integers(1, 5),
 )
 def test_nothing_is_out_for_longer_than_it_may_be(events: list[tuple[str, str, float]], look_every: int) -> None:
-    """Beside a plain account of when each started and was last heard from."""
+    """Next to a plain account of when each started and was last heard from."""
     deadlines, now = Deadlines(TIMEOUT_S, MAX_AGE_S), 0.0
     account: dict[str, tuple[float, float]] = {}
     for number, (what, name, seconds) in enumerate(events):

@@ -329,7 +329,7 @@ TestI1I2I3.settings = settings(
 )
 
 
-# A ledger of its own for the cases that want a name.
+# Its own ledger for the cases that want a name.
 
 
 class Bench:
@@ -531,7 +531,7 @@ def test_i2_what_weights_sampled_that_are_many_steps_ahead_of_a_resume_is_issued
     (later,) = bench.apply(tickets.issue(bench.ledger, "w", 1))
     version = bench.ledger.run.version
     (taken,) = bench.apply(tickets.submit(bench.ledger, later, facts_of(100, 5, version, version)))
-    assert taken.state is TicketState.READY, "by the weights that go on"
+    assert taken.state is TicketState.READY, "by the weights that continue"
 
 
 def test_the_queue_knows_the_sessions_of_the_time_line_that_survives() -> None:

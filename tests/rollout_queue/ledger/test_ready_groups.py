@@ -1,4 +1,4 @@
-"""What is leased, and what a change of a server drops, beside the plain rules over all ready groups (I5)."""
+"""What is leased, and what a change of a server drops, next to the plain rules over all ready groups (I5)."""
 
 from __future__ import annotations
 

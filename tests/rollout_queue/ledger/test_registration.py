@@ -113,7 +113,7 @@ def test_the_first_worker_of_a_session_gives_the_data_set(changed: dict[str, Any
     assert not admit(run, "second", GIVEN).decision
     with pytest.raises(Refusal, match="give all workers one data set"):
         admit(run, "third", other(**changed))
-    # A new session asks anew, and says so if the answer is another.
+    # A new session asks again, and says so if the answer is another.
     admitted = admit(msgspec.structs.replace(run, session=2), "third", other(**changed))
     assert "not the one of the session before" in (admitted.changed or "")
     assert admit(msgspec.structs.replace(run, session=2), "third", GIVEN).changed is None

@@ -26,7 +26,7 @@ REMEDY = r"put the run's own store or a backup of it there, or begin a new ledge
         pytest.param(OWN, "sqlite", RunState(), "it is empty", id="a store that was lost"),
         pytest.param(OWN, "postgresql://h/d", RunState(), "postgresql://h/d: it is empty", id="another database"),
         pytest.param(OWN, ":memory:", RunState(), None, id="a store that keeps nothing"),
-        pytest.param(OWN, "sqlite", RunState(id="run-b"), None, id="a ledger that was begun anew"),
+        pytest.param(OWN, "sqlite", RunState(id="run-b"), None, id="a ledger that was begun again"),
         pytest.param(OWN, "sqlite", RunState(id="run-a", session=2, version=10, step=8), None, id="a resume"),
         pytest.param(OWN, "sqlite", RunState(id="run-a", session=3, version=12, step=4), None, id="an earlier step"),
         pytest.param(OWN, "sqlite", ANOTHERS, "it is that of another run, run-b, not of run-a", id="another run's"),

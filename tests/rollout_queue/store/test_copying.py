@@ -1,4 +1,4 @@
-"""Copies of a store as a whole: backups beside a running queue, the move to PostgreSQL, and the way back."""
+"""Copies of a store as a whole: backups next to a running queue, the move to PostgreSQL, and the way back."""
 
 from __future__ import annotations
 

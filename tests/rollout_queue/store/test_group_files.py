@@ -1,4 +1,4 @@
-"""The files of groups beside the SQLite file: kept through a restart, damage, a cut, and a backup meanwhile."""
+"""The files of groups next to the SQLite file: kept through a restart, damage, a cut, and a backup meanwhile."""
 
 from __future__ import annotations
 

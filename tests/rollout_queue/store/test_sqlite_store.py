@@ -1,4 +1,4 @@
-"""The SQLite file: one writer, older layouts migrated, unknown ones refused, audits beside a running queue."""
+"""The SQLite file: one writer, older layouts migrated, unknown ones refused, audits next to a running queue."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ async def test_an_agent_that_is_cut_off_before_it_returns_its_reward_is_told_as_
     assert "returned no reward" not in failure.detail
     assert run.worker.counters.failures["timeout"] == 2
     assert run.worker.counters.failures["no_reward"] == 0
-    # Each is told by itself, too: where it is one of many, its group goes on.
+    # Each is told by itself, too: where it is one of many, its group continues.
     assert any(
         notice.text.startswith("an episode leaves its group without a reward: the agent had not returned within")
         for notice in run.worker.report().notices

@@ -1,4 +1,4 @@
-"""I8, I9: whatever is sent to the endpoint, it answers or hangs up, in bounds, and the episode goes on."""
+"""I8, I9: whatever is sent to the endpoint, it answers or hangs up, in bounds, and the episode continues."""
 
 import asyncio
 import json
@@ -244,7 +244,7 @@ async def test_other_routes_are_a_404_that_names_ours():
 
 
 async def raw(endpoint, data, wait_s=10.0):
-    """What comes back for bytes on a connection of its own, until it is closed."""
+    """What comes back for bytes on its own connection, until it is closed."""
     parts = urlsplit(endpoint.base_url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:

@@ -1,4 +1,4 @@
-"""Mistakes with several roles are named, though the group goes on."""
+"""Mistakes with several roles are named, though the group continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLES = {"solver": "You solve.", "critic": None}
 
 
 async def ask(endpoint: Endpoint, times: int = 1) -> int:
-    """Ask so many times, each in a conversation of its own; returns the last status."""
+    """Ask so many times, each in its own conversation; returns the last status."""
     status = 0
     async with client_of(endpoint) as client:
         for number in range(times):

@@ -218,7 +218,7 @@ def test_advantages_compare_a_role_with_itself_alone() -> None:
     """Worked by hand: of two, each is the distance from the other: 1 - 0, 10 - 30."""
     rloo = advantages.build(LearnerSection(advantage="rloo"))
     assert rloo(step(TWO)).tolist() == [1.0, -20.0, -1.0, 20.0]
-    # Beside a group without roles, whose rewards are compared with each other.
+    # Next to a group without roles, whose rewards are compared with each other.
     plain = kit.group(rewards=(3.0, 7.0))
     assert rloo(step(plain, TWO)).tolist() == [-4.0, 4.0, 1.0, -20.0, -1.0, 20.0]
 

@@ -15,7 +15,7 @@ TOOLS = [MULTIPLY]
 
 
 def by_id(ids):
-    """Return a client that names calls anew."""
+    """Return a client that names calls again."""
 
     def rewritten(message, results):
         calls = [{**call, "id": ids(place)} for place, call in enumerate(message["tool_calls"])]
@@ -132,8 +132,8 @@ def same_again(message):
         (reasoned, "answer", "after no reasoning and is assistant: 'So: multiply({"),
         (changed_question, "history", "message 1 was user: 'Multiply 12 by 34.' and is user: 'Multiply.'"),
         (without_the_question, "history", "message 1 was user: 'Multiply 12 by 34.' and is assistant"),
-        (other_conversation, "conversation", "a conversation of its own"),
-        (few_shot, "conversation", "a conversation of its own"),
+        (other_conversation, "conversation", "its own conversation"),
+        (few_shot, "conversation", "its own conversation"),
         (same_again, "branch", "another request had gone on from the same answer"),
     ],
 )

@@ -43,7 +43,7 @@ def unlike(seed):
 STEPS = st.lists(
     st.fixed_dictionaries(
         {
-            "from": st.integers(0, 6),  # which conversation so far it goes on from; 0: none
+            "from": st.integers(0, 6),  # which conversation so far it continues from; 0: none
             "rewritten": st.booleans(),  # with another first message
             "tools": st.booleans(),
             "side_by_side": st.integers(1, 3),

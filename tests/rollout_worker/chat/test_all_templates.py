@@ -176,7 +176,7 @@ def written_call(chat):
         chat.render_ids([USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer], True)
     )
     text = chat.tokenizer.decode(whole).partition(USER["content"])[2]
-    if chat.parser_name in ("harmony", "atem"):  # a call is a message of its own
+    if chat.parser_name in ("harmony", "atem"):  # a call is its own message
         return text.partition("to=")[2].partition("<|message|>")[2].partition("<|eot|>")[0].partition("<|call|>")[0]
     openings = {
         "hermes": "<tool_call>",

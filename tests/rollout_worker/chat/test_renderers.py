@@ -44,7 +44,7 @@ NEVER_EXACT = {"deepseek-r1"}
 ONE_CALL = {"llama-3", "gpt-oss"}
 # The library's own order of several answers needs the calls, which it does not get.
 SEVERAL_ANSWERS_REFUSED = {"deepseek-v4"}
-# A turn goes on after the answer: what is said beside a call is rendered there, and one that was cut off before the
+# A turn continues after the answer: what is said next to a call is rendered there, and one that was cut off before the
 # call was handed over cannot be answered.
 ANSWERED_INSIDE = {"gemma4"}
 # Its parser leaves out what is said after a call.
@@ -226,7 +226,7 @@ def _opening(name):
 def test_a_refused_bridge_gives_none_and_not_a_guess(chat):
     ids = prompt_of(chat)
     turn_ids = [*ids_of(chat, "So."), chat.stop_token_ids[0]]
-    assert suffix_of(chat, ids, turn_ids, [{"role": "assistant", "content": "I go on."}]) is None
+    assert suffix_of(chat, ids, turn_ids, [{"role": "assistant", "content": "I continue."}]) is None
     assert suffix_of(chat, ids, turn_ids, []) is None
 
 
@@ -371,7 +371,7 @@ def test_a_tag_that_is_only_spelled_is_no_call():
 
 
 def in_thought(case, chat, name, said_after):
-    """A turn with a call inside its reasoning, which goes on as `said_after`."""
+    """A turn with a call inside its reasoning, which continues as `said_after`."""
     ids, (turn, answers) = prompt_of(chat), calling(case)
     turn_ids = sampled(chat, ids, prompt_of(chat, turn, *answers))
     written = text_of(chat, [token for token in turn_ids if token not in chat.stop_token_ids])

@@ -52,7 +52,7 @@ LAST = (
     + NARROW.replace(" or (m.role == 'system' and loop.first)", "")
 )
 
-# Takes text beside a call as reasoning, and leaves it out once a later turn has none.
+# Takes text next to a call as reasoning, and leaves it out once a later turn has none.
 FORGETS = CHAT_TEMPLATE.replace(
     "{%- for message in messages %}",
     "{%- set ns = namespace(last=0) %}{%- for m in messages if m.role == 'assistant' and not m.tool_calls %}"
@@ -114,7 +114,7 @@ CONVERSATIONS = {
         [USER, SAID, of("system", "be brief"), USER, SAID, of("system"), USER],
         ["be brief", "watch the units"],
     ),
-    "text beside an earlier call": (
+    "text next to an earlier call": (
         [USER, turn(call(1, a="six"), content="let me see"), result(1, "uno"), SAID, USER],
         ["let me see", "six", "uno"],
     ),
@@ -136,7 +136,7 @@ CONVERSATIONS = {
         [USER, turn(*(call(n, a=f"number {n}") for n in (1, 2, 3))), *(result(n, f"gave {n}") for n in (1, 2, 3))],
         [*(f"number {n}" for n in (1, 2, 3)), *(f"gave {n}" for n in (1, 2, 3))],
     ),
-    "text beside two calls": (
+    "text next to two calls": (
         [USER, turn(call(1, a="six"), call(2, a="nine"), content="both now"), result(1, "uno"), result(2, "due")],
         ["both now", "six", "nine", "uno", "due"],
     ),
@@ -196,7 +196,7 @@ def test_the_last_system_message_does_not_replace_the_first():
 
 
 def test_text_beside_a_call_that_a_later_turn_would_hide_is_a_turn_of_its_own():
-    text = shown(format_of(FORGETS), CONVERSATIONS["text beside an earlier call"][0])
+    text = shown(format_of(FORGETS), CONVERSATIONS["text next to an earlier call"][0])
     assert "<|im_start|>assistant\nlet me see<|im_end|>" in text
 
 
@@ -231,7 +231,7 @@ def test_a_format_that_shows_no_user_is_refused():
 
 
 def test_calls_of_one_turn_become_turns_with_their_own_results():
-    messages, _ = CONVERSATIONS["text beside two calls"]
+    messages, _ = CONVERSATIONS["text next to two calls"]
     words = ("both now", "six", "uno", "nine", "due")
     text = shown(narrow(), messages)
     places = [text.index(f'"a": "{word}"' if word in ("six", "nine") else word) for word in words]
@@ -299,7 +299,7 @@ def test_a_parser_that_leaves_the_call_in_the_content_is_refused(tmp_path):
     chat = TemplateFormat(build_tokenizer(), [END_OF_TURN], SCHEMAS, "my-model", parser=f"{file}:read")
     proof = asyncio.run(check_tool_format(chat, SCHEMAS))
     assert not proof.fit_for_tools
-    assert "which a prompt would show beside the call" in proof.problems[0]
+    assert "which a prompt would show next to the call" in proof.problems[0]
 
 
 def test_calls_that_a_template_numbers_through_the_conversation_are_compared_without_numbers():

@@ -57,7 +57,7 @@ async def test_a_text_prompt_is_taken_as_it_is():
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_turn_and_suffix_are_what_the_template_makes_of_the_whole(said, answered):
-    """Appending the suffix to a turn gives the text that rendering the conversation anew would."""
+    """Appending the suffix to a turn gives the text that rendering the conversation again would."""
     turn = {"role": "assistant", "content": said}
     whole = TOKENIZER.apply_chat_template(
         [USER, turn, tool(answered), tool("b")], tools=SCHEMAS, tokenize=False, add_generation_prompt=True

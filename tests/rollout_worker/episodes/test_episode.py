@@ -152,8 +152,8 @@ ANSWER = {"role": "tool", "name": "multiply", "content": "6"}
 
 
 class NoSuffix:
-    """A format that can say of no turn what follows it; `anew`: ids of a conversation that is rendered again, or why it
-    cannot be."""
+    """A format that can say of no turn what follows it; `again`: ids of a conversation that is rendered again, or why
+    it cannot be."""
 
     parse = staticmethod(CHAT.parse)
     tokenizer = TOKENIZER
@@ -465,7 +465,7 @@ async def test_timings_say_where_the_time_went():
     ],
 )
 async def test_i9_a_parser_of_ones_own_runs_behind_the_boundary(tmp_path, parser, kind):
-    """Whatever it does: the loop goes on meanwhile, and the policy gets a turn that it can answer."""
+    """Whatever it does: the loop continues meanwhile, and the policy gets a turn that it can answer."""
     file = tmp_path / "own.py"
     file.write_text(f"import time\n\ndef read(text):\n    return {parser} if text == 'go' else []\n")
     chat = TemplateFormat(TOKENIZER, [END_OF_TURN], TOOLS.schemas, "the tiny model", parser=f"{file}:read")

@@ -1,4 +1,4 @@
-"""How many episodes go on in one round of the event loop."""
+"""How many episodes continue in one round of the event loop."""
 
 from __future__ import annotations
 

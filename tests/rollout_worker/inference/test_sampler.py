@@ -22,7 +22,7 @@ TURN = [50, 51, 52, 53, END_OF_TURN]
 
 
 def counting(token_ids, index):
-    """Goes on from where the prompt leaves off, so that a turn in two parts is the same as in one."""
+    """Continues from where the prompt leaves off, so that a turn in two parts is the same as in one."""
     done = len(token_ids) - len(PROMPT)
     return TURN[done:]
 

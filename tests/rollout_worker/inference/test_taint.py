@@ -1,4 +1,4 @@
-"""I5: what the worker drops for a failed proof, and what it keeps, beside the queue's own rule."""
+"""I5: what the worker drops for a failed proof, and what it keeps, next to the queue's own rule."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

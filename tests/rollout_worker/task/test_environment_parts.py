@@ -144,7 +144,7 @@ def test_an_observation_is_folded_into_the_prompt_as_trl_folds_it(prompt, observ
 
 
 def test_an_answer_has_the_users_role_alone():
-    assert answered("go on") == [{"role": "user", "content": "go on"}]
+    assert answered("continue") == [{"role": "user", "content": "continue"}]
     assert answered(None) is None
     with pytest.raises(ValueError, match="role 'tool'"):
         answered([{"role": "tool", "content": "x"}])
@@ -263,7 +263,7 @@ async def test_i9_a_close_that_fails_is_told_and_ends_nothing():
 
 
 class Gate:
-    """A factory's work: `begun` once it is at it; it goes on when `opened` is set."""
+    """A factory's work: `begun` once it is at it; it continues when `opened` is set."""
 
     def __init__(self) -> None:
         self.begun, self.opened = threading.Event(), threading.Event()

@@ -249,7 +249,7 @@ async def test_a_row_that_names_no_environment_is_dropped_and_told():
 
 
 class Guessing:
-    """Answers turns: the conversation goes on until the number is said."""
+    """Answers turns: the conversation continues until the number is said."""
 
     def reset(self, **columns: Any) -> str:
         self.seen: list[Any] = []

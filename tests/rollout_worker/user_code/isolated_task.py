@@ -95,7 +95,7 @@ def long() -> str:
 
 
 def child() -> str:
-    """Start a process that goes on, and tell both numbers."""
+    """Start a process that continues, and tell both numbers."""
     started = os.fork()
     if started == 0:
         threading.Event().wait()
@@ -103,7 +103,7 @@ def child() -> str:
 
 
 def fork(value: str, how: str) -> str:
-    """Go on in a copy as well, and give the value back.
+    """Continue in a copy as well, and give the value back.
 
     Args:
         value: Anything.

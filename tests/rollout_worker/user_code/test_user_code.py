@@ -1,4 +1,4 @@
-"""The boundary around user code: whatever runs behind it, its caller's event loop goes on (I9)."""
+"""The boundary around user code: whatever runs behind it, its caller's event loop continues (I9)."""
 
 import asyncio
 import contextlib
@@ -259,7 +259,7 @@ class Clock:
 
 async def jump_until(clock, condition):
     """Let a minute pass, again and again. A call that a busy machine never began counts as one that came back, after
-    which the wait for the others begins anew."""
+    which the wait for the others begins again."""
     for _ in range(3000):  # a time-out would jump as well
         if condition():
             return
@@ -393,7 +393,7 @@ async def test_i9_a_machine_that_gives_no_more_threads_fails_the_call_alone(func
         assert code.hung == 0
 
 
-# Async code: a loop of its own.
+# Async code: its own loop.
 
 
 async def test_i9_async_code_shares_one_loop_which_is_not_the_callers():
@@ -624,7 +624,7 @@ async def test_i9_what_belongs_to_another_loop_fails_with_the_remedy():
 
 
 async def test_i9_a_call_with_much_time_waits_for_its_loop_before_it_goes_to_another():
-    """Clients that agents share belong to the first loop: 4 of 8 episodes failed beside one that slept."""
+    """Clients that agents share belong to the first loop: 4 of 8 episodes failed next to one that slept."""
     release = threading.Event()
 
     async def where():
@@ -816,13 +816,13 @@ async def interrupt_in_a_task():
 async def interrupt_in_a_callback():
     asyncio.get_running_loop().call_soon(interrupt)
     await asyncio.sleep(0.01)
-    raise KeyError("went on")
+    raise KeyError("continued")
 
 
 async def stop_the_loop():
     asyncio.get_running_loop().stop()
     await asyncio.sleep(0.01)
-    raise KeyError("went on")
+    raise KeyError("continued")
 
 
 async def close_the_loop():
@@ -893,7 +893,7 @@ async def test_i9_an_error_as_long_as_a_page_is_told_in_short():
 
 
 def fork(how):
-    """The status of a copy that goes on with the call; "lived on" of one that goes on after it."""
+    """The status of a copy that continues with the call; "lived on" of one that continues after it."""
     copy = os.fork()
     if copy:
         for _ in range(10_000):
@@ -1109,7 +1109,7 @@ class Hostile:
     async def stops_the_loop(self):
         asyncio.get_running_loop().stop()
         await asyncio.sleep(0.001)
-        raise KeyError("went on")
+        raise KeyError("continued")
 
     async def leaves_a_task_that_exits(self):
         asyncio.get_running_loop().create_task(interrupt_async()).add_done_callback(lambda task: task.exception())

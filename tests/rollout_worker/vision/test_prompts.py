@@ -103,7 +103,7 @@ REFUSED = {
         user(part(RED), {"type": "text", "text": "<|image_pad|>"}),
         "message 0 holds <.image",
     ),
-    "an image to go on with": (
+    "an image to continue with": (
         [*user(SAID), {**user(part(RED))[0], "role": "assistant"}],
         "show the image in a user's",
     ),

@@ -1,4 +1,4 @@
-"""Walks through what may happen to a server of the fleet, and checks what must hold: I5, I6, and that it goes on.
+"""Walks through what may happen to a server of the fleet, and checks what must hold: I5, I6, and that it continues.
 
 `World` plays the server, the queue (with its own rules) and the learner in simulated time, and answers the calls that
 `member_state` decides on. `MUTATIONS` lists wrong tables; the walk finds each of them.
@@ -41,7 +41,7 @@ OUTCOMES = {
     "running prove, and it restarted": ["unasked"],
     "left": [],
 }
-ALWAYS = ["newer", "restarts", "stops", "goes on", "queue goes", "rejoins", "drains", "behind", "watched", "leaves"]
+ALWAYS = ["newer", "restarts", "stops", "continues", "queue goes", "rejoins", "drains", "behind", "watched", "leaves"]
 CHOICES = sorted({*ALWAYS, *(choice for of in OUTCOMES.values() for choice in of)})
 
 Decide = Callable[[MemberState, Event], Decision]
@@ -129,7 +129,7 @@ class World:
         ends = isinstance(event, table.Due) or (type(event) in ENDS and not self.watching)
         self.member, actions = self.decide(self.member, event)
         if self.left:
-            assert self.member.call == "left", "a member that left goes on"
+            assert self.member.call == "left", "a member that left continues"
             assert not actions, "a member that left acts"
         elif not ends and not isinstance(event, table.Left):
             assert self.member.call == call, "an event in the middle of a call began another one"
@@ -463,7 +463,7 @@ MUTATIONS: dict[str, tuple[type[Event], Mutation]] = {
         table.Answered,
         lambda was, event, state, actions: (state, tuple(of for of in actions if getattr(of, "state", 0) != JOINING)),
     ),
-    "registered anew while proven -> serves": (
+    "registered again while proven -> serves": (
         table.Proven,
         lambda was, event, state, actions: (state, actions) if was.process.attempt else (state, serves(was, event)),
     ),
@@ -518,7 +518,7 @@ MUTATIONS: dict[str, tuple[type[Event], Mutation]] = {
         table.Answered,
         lambda was, event, state, actions: (replace(state, call="publish") if event.ineligible else state, actions),
     ),
-    "left -> goes on": (table.Left, lambda was, event, state, actions: (was, actions)),
+    "left -> continues": (table.Left, lambda was, event, state, actions: (was, actions)),
     "left paused -> stays in service": (table.Left, lambda was, event, state, actions: (state, ())),
 }
 

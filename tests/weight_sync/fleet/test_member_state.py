@@ -159,8 +159,8 @@ ROWS: list[tuple[str, MemberState, Event, list[Any], str]] = [
     ("it is stuck in a publication", PUBLISHES, Answered(1, STUCK, "run"), [S.STALE], "publish"),
     ("it must step", process(STANDS, must_step=True), Answered(1, ENGINE, "run"), [], "generate"),
     ("it does not step", replace(process(STANDS, must_step=True), call="generate"), Generated(1, False), [], "wait"),
-    ("it goes on", STANDS, Answered(1, ENGINE, "run"), [S.SYNCING, (S.SERVING, 1)], "wait"),
-    ("it goes on, behind", replace(STANDS, target=V2), Answered(1, ENGINE, "run"), [], "publish"),
+    ("it continues", STANDS, Answered(1, ENGINE, "run"), [S.SYNCING, (S.SERVING, 1)], "wait"),
+    ("it continues, behind", replace(STANDS, target=V2), Answered(1, ENGINE, "run"), [], "publish"),
     ("slow", SERVES, Answered(1, replace(ENGINE, step_s=5.0), "run"), [(S.SERVING, 1)], "wait"),
     (
         "slow before it serves",
@@ -195,7 +195,7 @@ ROWS: list[tuple[str, MemberState, Event, list[Any], str]] = [
     ("too far behind for a moment", BEHIND, Compared(1, Lag(4, "b", 0.2, True)), [], "look"),
     ("behind, not too far", BEHIND, Compared(1, Lag(1, "b", 0.0, False)), [], "look"),
     ("a newer version in a publication", PUBLISHES, Wanted(1, Weights(3, "run:3")), [], "publish"),
-    ("registered anew in a publication", PUBLISHES, Registered(1, Server("a", "http://a")), [], "publish"),
+    ("registered again in a publication", PUBLISHES, Registered(1, Server("a", "http://a")), [], "publish"),
     ("it drains", replace(queue_has(SERVES, S.DRAINING), call="wait"), Due(1), [S.DRAINING], "wait"),
     ("it has drained", replace(queue_has(SERVES, S.DRAINING), call="wait", settled_at=0.0), Due(1), [], "wait"),
     (
@@ -230,7 +230,7 @@ def test_rows(before: MemberState, event: Event, told: list[Any], call: str) -> 
 KNOWN: list[tuple[str, MemberState, Event, dict[str, Any]]] = [
     ("proven", PUBLISHES, Proven(1, V2, METRICS), {"version": 2, "labels": {"run:2"}, "attempt": None, "failures": 0}),
     ("it restarted", SERVES, Answered(1, RESTARTED, "run"), {"boot": "other", "version": None, "labels": set()}),
-    ("registered anew", PUBLISHES, Registered(1, Server("a", "http://a")), {"version": None, "attempt": None}),
+    ("registered again", PUBLISHES, Registered(1, Server("a", "http://a")), {"version": None, "attempt": None}),
     ("a wrong one is sent again at once", PUBLISHES, Disproven(1, V2, ""), {"version": None, "next_try": 1.0}),
     ("but once", process(PUBLISHES, failures=1), Disproven(1, V2, ""), {"next_try": 5.0, "failures": 2}),
     ("a failed call pauses", PUBLISHES, CallFailed(1, V2, "", engine=ENGINE), {"version": 1, "next_try": 3.0}),

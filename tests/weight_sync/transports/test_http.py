@@ -194,7 +194,7 @@ async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set(monkey
 
 
 class TestBrokeOff:
-    """A pull that does not end within `weight_sync.timeout_s` goes on over the next connection."""
+    """A pull that does not end within `weight_sync.timeout_s` continues over the next connection."""
 
     SLICES = 3
 
@@ -212,7 +212,7 @@ class TestBrokeOff:
 
     @pytest.mark.parametrize("workers", [1, 2])
     async def test_a_slow_line_brings_a_version_in_several_tries(self, line: Line, workers: int) -> None:
-        says = r"MB came.*another try of this version goes on from there" if workers == 1 else None
+        says = r"MB came.*another try of this version continues from there" if workers == 1 else None
         async with connected(workers=workers, bucket_bytes=1 << 20, timeout_s=4) as r:
             sent, before = self.large(1), r.depot.served
             for tries in range(1, self.SLICES):

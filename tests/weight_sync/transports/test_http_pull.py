@@ -1,4 +1,4 @@
-"""Chunks over HTTP, both ends real: what breaks off goes on, damage is found, nobody reads without the secret."""
+"""Chunks over HTTP, both ends real: what breaks off continues, damage is found, nobody reads without the secret."""
 
 from __future__ import annotations
 

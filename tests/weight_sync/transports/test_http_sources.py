@@ -211,7 +211,7 @@ class FakeWire(Wire):
     st.integers(0, 3),
 )
 def test_with_one_good_source_the_right_bytes_come_in_bounded_time(others: list[list[Bad]], place: int) -> None:
-    """The good one may be any: the learner, or a peer beside a learner that is slow."""
+    """The good one may be any: the learner, or a peer next to a learner that is slow."""
     place = min(place, len(others))
     behaviours = [*others[:place], [GOOD], *others[place:]]
     if place < len(others):  # what the learner says is final: it may be slow, or break off

@@ -225,7 +225,7 @@ async def test_i6_a_cancellation_once_the_model_is_whole_resumes_the_server_firs
 
 
 class OneCall(FakeTransport):
-    """Stages beside generation, then has the server itself pause, exchange, label and resume in one call."""
+    """Stages during generation, then has the server itself pause, exchange, label and resume in one call."""
 
     async def publish(self, server: Engine, snapshot: Snapshot, pause: Pause) -> None:
         await server.start_update()

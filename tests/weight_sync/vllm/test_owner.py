@@ -88,7 +88,7 @@ def state(label: str, boot: str = "x", owner: str = "") -> EngineState:
 def test_i5_the_server_of_another_run_is_refused_with_one_text_that_names_it() -> None:
     assert of_another_run("http://s:1", state("7", owner="b-2"), "a-1") == (
         "http://s:1 serves run b-2, whose learner looked 3 s ago: one server serves one run; stop that run, or give "
-        "this one a server of its own"
+        "this one its own server"
     )
     for owned, run_id in (("", "a-1"), ("a-1", "a-1"), ("b-2", "")):
         assert of_another_run("http://s:1", state("7", owner=owned), run_id) is None

@@ -20,7 +20,7 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         # OpenMP's threads do not survive a fork, and waiting for them never ends.
         ("2", IN_ENGINE, "spawn"),
         (None, IN_ENGINE, "spawn"),
-        # A worker process sets the number of its threads as it starts anew.
+        # A worker process sets the number of its threads as it starts again.
         ("1", "mp", "spawn"),
     ],
 )

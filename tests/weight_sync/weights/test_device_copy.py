@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Device:
-    """Stands in for a GPU whose copies to the host go on once `goes_on` is set.
+    """Stands in for a GPU whose copies to the host continue once `goes_on` is set.
 
     Attributes:
         allocated: Bytes of each buffer on the device.

@@ -51,7 +51,7 @@ class GlooUpdateInfo(Manifest):
 
 
 class GlooReceiver:
-    """See `Receiver`. The bytes are in a buffer of its own, made once, or in its leader's."""
+    """See `Receiver`. The bytes are in its own buffer, made once, or in its leader's."""
 
     def __init__(self, info: dict[str, Any], worker: Worker) -> None:
         """Join the learner's group. Blocks until all ranks have come."""

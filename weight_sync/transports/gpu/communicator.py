@@ -2,7 +2,7 @@
 
 NCCL sets none, and a collective whose peer has died never returns (trl#6796). So each call is started and then asked
 about until it is done, has failed, is aborted or takes too long; in the last three cases the group is aborted. Bytes
-move on a stream of their own, on a GPU or on a stand-in's in the tests.
+move on their own stream, on a GPU or on a stand-in's in the tests.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Communicator:
     def _let_go(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            # On a thread of its own: it may wait for kernels that wait for a peer.
+            # On its own thread: it may wait for kernels that wait for a peer.
             aborting = threading.Thread(target=self._abort, args=(group,), name="nccl-abort", daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter is ending
                 aborting.start()

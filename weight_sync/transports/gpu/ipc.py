@@ -154,7 +154,7 @@ class IpcSender(Sender):
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         if workers != 1:
             raise TransferError(
-                f"{server_url} has {workers} workers, each on a GPU of its own, and ipc is for one GPU that learner "
+                f"{server_url} has {workers} workers, each on its own GPU, and ipc is for one GPU that learner "
                 f"and server are on; set weight_sync.transport = nccl_staged for both ends"
             )
         self._gpu = await on_thread(communicator.own_gpu)

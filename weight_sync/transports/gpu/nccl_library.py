@@ -1,4 +1,4 @@
-"""Calls NVIDIA's NCCL by ctypes, as far as a broadcast group needs it, so that a learner needs no vLLM beside it.
+"""Calls NVIDIA's NCCL by ctypes, as far as a broadcast group needs it, so that a learner needs no vLLM next to it.
 
 Communicators are non-blocking: each call returns at once and its end is asked for. A blocking one cannot be interrupted
 when its peer has died; vLLM's wrapper begins no others. `nccl4py` would, but it wants CUDA's Python packages besides
@@ -18,7 +18,7 @@ from slipstream.weight_sync.transports.base import TransferError
 
 UNIQUE_ID_BYTES = 128
 
-# Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room beside it. All ranks of a
+# Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room next to it. All ranks of a
 # group must be given the same: NCCL hangs where they open different numbers of channels.
 MAX_BLOCKS = 4
 _UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT

@@ -1,6 +1,6 @@
 """A worker's end of the staged NCCL transport, and the layouts that both NCCL transports share.
 
-A worker joins the learner's group and receives on a stream of its own, beside generation. A checksum,
+A worker joins the learner's group and receives on its own stream, during generation. A checksum,
 computed where the bytes lie, finds damage; it is no defence against anyone who means harm. `chunks` cuts tensors as
 vLLM's own NCCL engine does (vllm 0.32, `packed_tensor.py`): both ends cut by themselves, so order, types and shapes
 must be the same.

@@ -1,5 +1,5 @@
 """The learner's end of the NCCL transports: `NcclTransport` for vLLM's own engine, in place; `NcclSender` for ours,
-beside generation.
+during generation.
 
 A collective runs on a thread while the server answers the HTTP call that has its workers take part. If either fails the
 group is aborted at once, so that the other does not wait for what cannot come (trl#6796, trl#6797). vLLM's HTTP client

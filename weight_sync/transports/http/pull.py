@@ -252,7 +252,7 @@ class Pull:
             return attempt
 
     def _count(self, attempt: Attempt, part: _Part, count: int) -> bool:
-        """Note `count` bytes that arrived. Returns whether to go on."""
+        """Note `count` bytes that arrived. Returns whether to continue."""
         url = attempt.source.url
         with self._lock:
             part.arrived += count

@@ -204,7 +204,7 @@ class Wire:
         """Read bytes `start` to `start + len(into)` of `url` into `into`.
 
         Args:
-            arrived: Called with the size of each piece. Returns whether to go on; if not, the rest is left.
+            arrived: Called with the size of each piece. Returns whether to continue; if not, the rest is left.
 
         Raises:
             GoneError: The source does not serve the blob.

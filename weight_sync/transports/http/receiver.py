@@ -1,6 +1,6 @@
 """A worker's end of the http transport. One worker of a host pulls into a buffer that the others map.
 
-A pull that broke off leaves its buffer to the next connection of the same learner, which goes on with it: a line that
+A pull that broke off leaves its buffer to the next connection of the same learner, which continues with it: a line that
 is too slow for `weight_sync.timeout_s` brings a version in several tries.
 """
 
@@ -189,7 +189,7 @@ class HttpReceiver:
         """Block until `into` holds the blob of `chunks`. `begun`: see `Pull`.
 
         Raises:
-            TransferError: It did not arrive; `BrokeOff` where another pull into the same memory can go on.
+            TransferError: It did not arrive; `BrokeOff` where another pull into the same memory can continue.
         """
         if self._closed:
             raise TransferError("the learner was let go")
@@ -201,7 +201,7 @@ class HttpReceiver:
             if pull.abandoned:
                 self._staging.forget_buffer()
                 raise
-            then = "another try of this version goes on from there"
+            then = "another try of this version continues from there"
             if not pull.report.bytes_pulled:
                 then = (
                     "is that where this server reaches the learner? Set weight_sync.host, and a weight_sync.http_port "

@@ -37,7 +37,7 @@ _keys: set[str] = set()
 
 def _take_key(server_url: str) -> str:
     """Return a transfer key that no open connection has. A later connection to a server has the key of an earlier one,
-    and so goes on with a pull that broke off there."""
+    and so continues with a pull that broke off there."""
     for number in itertools.count():
         key = digest_of(memoryview(f"{_PROCESS} {number} {server_url}".encode()))[:16]
         if key not in _keys:

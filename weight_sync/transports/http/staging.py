@@ -1,7 +1,7 @@
 """Shares one staging buffer among the workers of a host: one of them fills it and the others map it.
 
 The buffer is anonymous shared memory (memfd): it needs no room in /dev/shm and is gone with the last process that maps
-it. A small record in a folder of this user names the process that holds the buffer, and its content. A lock beside it
+it. A small record in a folder of this user names the process that holds the buffer, and its content. A lock next to it
 names the process that fills it, and is released if that process dies.
 """
 

@@ -1,1 +1,1 @@
-"""Runs inside vLLM's engine processes: receives weights, builds them beside generation, exchanges and proves them."""
+"""Runs inside vLLM's engine processes: receives weights, builds them during generation, exchanges and proves them."""

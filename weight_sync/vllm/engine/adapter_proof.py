@@ -1,7 +1,7 @@
 """Compares an adapter in a worker's layers with the bytes that were sent.
 
 The adapter's slot in vLLM's stacked LoRA layers is copied on the engine's thread, as a later step may give it to
-another adapter, and compared on a thread of its own. What it must hold comes from the adapter's file on the server's
+another adapter, and compared on its own thread. What it must hold comes from the adapter's file on the server's
 disk. The file's digest is a part of the adapter's name, so a file that was changed since it arrived is found too.
 """
 
@@ -91,7 +91,7 @@ def copy_adapter_slots(runner: ModelRunner, which: tuple[str, int, str]) -> Copi
 
 
 class AdapterReading(Reading):
-    """Runs `compare` on a thread beside generation."""
+    """Runs `compare` on a thread during generation."""
 
     def __init__(self, copied: Copied, name: str, folder: Path) -> None:
         super().__init__()

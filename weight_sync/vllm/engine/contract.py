@@ -127,7 +127,7 @@ class QuantizeMethod(Protocol):
 
 
 class LayerReloadingInfo(Protocol):
-    """vLLM's record of a layer that is loaded anew."""
+    """vLLM's record of a layer that is loaded again."""
 
     restore_metadata: Any
     restore_device: Any

@@ -104,7 +104,7 @@ def begin_anew(core: EngineCore) -> None:
 
 
 def _forget_records(core: EngineCore, request_ids: list[str]) -> None:
-    """Drop what servers of a mixture have recorded of requests that begin anew (`--enable-return-routed-experts`).
+    """Drop what servers of a mixture have recorded of requests that begin again (`--enable-return-routed-experts`).
 
     vLLM would tell its workers in the next step that they are finished. They may be scheduled in the same one, which
     its workers refuse.

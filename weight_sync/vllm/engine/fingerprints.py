@@ -166,8 +166,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
     """Return the tensors that a packed layer's function computes with.
 
-    None stands for a handle, even if the module keeps a weight beside it, as an output head does. A function that reads
-    the module's own weight has none.
+    None stands for a handle, even if the module keeps a weight next to it, as an output head does. A function that
+    reads the module's own weight has none.
     """
     kept: list[Any] = []
     if isinstance(packed, functools.partial):

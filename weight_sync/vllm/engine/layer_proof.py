@@ -1,4 +1,4 @@
-"""Proves layers of a model beside generation: by fingerprints where their weights can be read, else by products.
+"""Proves layers of a model during generation: by fingerprints where their weights can be read, else by products.
 
 Linear layers that are packed behind a handle, or quantised, cannot be read. Each is multiplied by 8 one-hot vectors,
 other columns at each update, and by 8 vectors of random signs, which involve every element of the weight. The products
@@ -42,7 +42,7 @@ ROUNDED = {8: (1 / 6, 1 / 120), 4: (1 / 2, 1 / 5)}
 
 
 class Reading(threading.Thread):
-    """Finds a `difference` on a thread beside generation. Nothing is written."""
+    """Finds a `difference` on a thread during generation. Nothing is written."""
 
     def __init__(self) -> None:
         super().__init__(name="layer-proof", daemon=True)
@@ -71,7 +71,7 @@ _streams: dict[torch.device, Any] = {}
 
 @contextmanager
 def beside_the_engine(device: torch.device, after: Any | None) -> Iterator[None]:
-    """Put this thread's work onto a stream of its own, where it does not delay the engine's steps.
+    """Put this thread's work onto its own stream, where it does not delay the engine's steps.
 
     The same stream each time: torch keeps a cache of memory for every one that was used.
 

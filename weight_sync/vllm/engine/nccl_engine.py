@@ -1,6 +1,6 @@
 """Extends vLLM's own NCCL engine by a check of the tensors that it loads in place.
 
-Nothing is built beside generation, so there is no shadow to compare the live layers with. Each tensor is noted as it
+Nothing is built during generation, so there is no shadow to compare the live layers with. Each tensor is noted as it
 passes: each must come once, and every parameter of the model must get some. A tensor that is a parameter as it stands
 (same name, shape and type) must be there bit for bit after the load; the parts of a fused layer are compared as they
 stand in it, before vLLM packs or quantises it.

@@ -204,7 +204,7 @@ def load_staged(model: Any, model_config: ModelConfig, weights: Weights, check: 
         ValueError: Some parameters got nothing. The model is half new then.
 
     On a CPU vLLM packs weights when it loads them, but not all of them again when it reloads. No tensor of the
-    checkpoint reaches a tied output head, which is a module of its own; experts are packed at their first load only,
+    checkpoint reaches a tied output head, which is its own module; experts are packed at their first load only,
     and would be read as packed although they are not. Both are packed here.
     """
     with _without_false_alarms(model):

@@ -1,4 +1,4 @@
-"""Builds a worker's new weights beside generation, so that the pause holds nothing but an exchange.
+"""Builds a worker's new weights during generation, so that the pause holds nothing but an exchange.
 
 The shadow is a second tree of the model's modules (`shadow_modules`), into which weights are loaded and packed while
 the live modules generate. In the pause the live modules take its tensors. Until then the live model is not touched.
@@ -298,7 +298,7 @@ def _changes(pair: Pair, referred: set[int]) -> Iterator[Callable[[], Any]]:
         if name in NOT_LOADED or live is value:
             continue
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.device.type != "cpu":
-            # Products of weights that are kept beside them; captured graphs hold references to these too.
+            # Products of weights that are kept next to them; captured graphs hold references to these too.
             yield partial(live.copy_, value)
         else:
             yield partial(_put, pair.live.__dict__, name, value)

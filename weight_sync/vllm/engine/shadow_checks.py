@@ -72,7 +72,7 @@ def check_can_be_shadowed(model: Any) -> None:
         if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
             raise NoShadow(f"{name} is quantised ({type(method).__name__})")
         if is_deferred_attention_layer(module) and module._parameters:
-            raise NoShadow(f"{name} ({type(module).__name__}) makes weights of its own when it is loaded")
+            raise NoShadow(f"{name} ({type(module).__name__}) makes its own weights when it is loaded")
         if getattr(module, "w13_bias", None) is not None:
             raise NoShadow(f"{name} has experts with a bias, which their kernel holds")
 

@@ -75,7 +75,7 @@ def _copy_tree(live: Any, name: str, pairs: dict[int, Pair]) -> Any:
 
 
 def _own_what_vllm_would_share(pair: Pair) -> None:
-    """Give the shadow a record of its own, and copies of the tensors that vLLM's reload writes where they are."""
+    """Give the shadow its own record, and copies of the tensors that vLLM's reload writes where they are."""
     live_info = get_layerwise_info(pair.live)
     params, buffers = live_info.restore_metadata
     fresh = (

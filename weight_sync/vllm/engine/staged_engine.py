@@ -1,4 +1,4 @@
-"""vLLM's end of every staged transport: receives and builds beside generation, exchanges under the pause.
+"""vLLM's end of every staged transport: receives and builds during generation, exchanges under the pause.
 
 A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. Only
 `finish_weight_update`, which vLLM's worker calls inside the swap, touches the live model. Captured graphs of a GPU hold

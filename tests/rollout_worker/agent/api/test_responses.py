@@ -247,7 +247,7 @@ def test_the_items_of_one_turn_are_one_message():
     assert [message.role for message in messages] == [*("user", "assistant", "tool", "tool", "assistant", "user")]
     turn = messages[1]
     assert (turn.reasoning, turn.content, [each.id for each in turn.calls]) == ("t\n\nt", "s\n\ns", ["c", "d"])
-    # Two answers beside each other are two messages.
+    # Two answers next to each other are two messages.
     two = read({"input": [said, said, USER]}).messages
     assert [message.content for message in two] == ["s", "s", USER["content"]]
 

@@ -185,7 +185,7 @@ def test_a_prompt_that_is_half_computed_at_the_swap_is_computed_anew(engine: Eng
     assert [list(request.output_token_ids) for request in halves] == [[7], [7]]
     assert not engine.scheduler.requests
     engine.add("next", LONG)
-    assert engine.hits("next") == 6 * BLOCK, "what was computed anew serves those that follow"
+    assert engine.hits("next") == 6 * BLOCK, "what was computed again serves those that follow"
 
 
 def test_half_computed_prompts_begin_anew_in_the_order_in_which_they_came(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from slipstream.weight_sync.vllm.engine.shadow_modules import pair_modules
 
 
 class Layer(torch.nn.Module):
-    """With a loader of its own, as vLLM's layers have: a method that knows its layer."""
+    """With its own loader, as vLLM's layers have: a method that knows its layer."""
 
     def __init__(self) -> None:
         super().__init__()

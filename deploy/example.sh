@@ -5,7 +5,7 @@
 #
 # NAME is a folder of examples/. Its packages are the extra of that name, if pyproject.toml has one. Its model is made
 # once: a tiny policy for each seed, a pretrained model for all of them. The run directory of an earlier run is moved
-# aside, unless --resume goes on with it.
+# aside, unless --resume continues it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -53,7 +53,7 @@ if [ ${#resume[@]} -eq 0 ] && [ -e "$run" ]; then
   # Of a run that is over, status says so too, and begins with its end.
   if seen=$(slipstream status "$example/run.toml" --json --model.path "$model" ${settings[@]+"${settings[@]}"} 2>/dev/null) &&
     [[ ! $seen =~ ^\{\"run\":\"[^\"]*\",\"end\": ]]; then
-    echo "example: a run is going on already; stop it first, or wait for its end" >&2
+    echo "example: a run is running already; stop it first, or wait for its end" >&2
     exit 2
   fi
   mv "$run" "$run-$(date +%Y%m%d-%H%M%S)"

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: `slipstream_setup [core]` makes a virtual environment in .venv, once, with Slipstream
+# Sourced by the scripts next to it: `slipstream_setup [core]` makes a virtual environment in .venv, once, with Slipstream
 # and vLLM; `core` leaves out what only the learner and vLLM need.
 # SLIPSTREAM_DEVICE (gpu, cpu or core) decides in place of nvidia-smi. SLIPSTREAM_EXTRAS adds extras;
 # SLIPSTREAM_TORCH_INDEX names the index of PyTorch's CPU wheels where it is needed.
@@ -52,7 +52,7 @@ slipstream_setup() {
   echo "$stamp" >>"$done_for"
 }
 
-# slipstream_clock WHAT: says every ten seconds since when WHAT goes on, until its input ends: with the script at the latest.
+# slipstream_clock WHAT: says every ten seconds since when WHAT runs, until its input ends: with the script at the latest.
 slipstream_clock() {
   local began=$SECONDS last=$SECONDS
   while true; do

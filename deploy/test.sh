@@ -12,7 +12,7 @@ if [[ ${1:-} == --all ]]; then
     all=(--all)
     shift
 fi
-# Programs that some tests need beside Python's packages. What is missing is installed where it may be.
+# Programs that some tests need besides Python's packages. What is missing is installed where it may be.
 debian() {
     local as_root=()
     if [[ $EUID -ne 0 ]]; then as_root=(sudo -n); fi
@@ -24,7 +24,7 @@ has_slurm() { command -v sbatch >/dev/null && command -v munged >/dev/null; }
 has_ray() { python -c 'import ray' >/dev/null 2>&1; }
 has_postgres || debian postgresql || echo "test: no PostgreSQL here: the tests of that store are skipped" >&2
 has_browser || debian chromium chromium-driver || echo "test: no Chromium here: the page is not tried in a browser" >&2
-# Some machines switch this off for all programs; the tests start several hundred Pythons, which would compile anew.
+# Some machines switch this off for all programs; the tests start several hundred Pythons, which would compile again.
 unset PYTHONDONTWRITEBYTECODE
 ruff format --check .
 ruff check .

@@ -16,8 +16,8 @@ SETUP = 'echo "extras ${SLIPSTREAM_EXTRAS:-none}" >&2;'
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """With the examples `multiply`, `shop` and `given`, and a folder next to them that is none. No run is
-    continuing."""(tmp_path / "deploy").mkdir()
+    """With the examples `multiply`, `shop` and `given`, and a folder next to them that is none. No run is active."""
+    (tmp_path / "deploy").mkdir()
     for name in ("example.sh", "quickstart.sh"):
         shutil.copy(DEPLOY / name, tmp_path / "deploy" / name)
     programs = tmp_path / "bin"
@@ -133,7 +133,7 @@ def test_a_run_that_is_going_on_is_left_alone(checkout: Path) -> None:
     (checkout / "runs" / "shop-run").mkdir(parents=True)
     done = started(checkout, "example.sh", "shop")
     assert done.returncode == 2
-    assert "continuing already" in done.stderr
+    assert "is running already" in done.stderr
     assert (checkout / "runs" / "shop-run").is_dir()
 
 

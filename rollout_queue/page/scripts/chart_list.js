@@ -332,7 +332,7 @@
       title: "Time of a publication",
       unit: "s",
       lines: [
-        step("weight_sync/transfer_s", "transfer, beside generation"),
+        step("weight_sync/transfer_s", "transfer, during generation"),
         step("weight_sync/pause_s", "pause of generation"),
       ],
     },

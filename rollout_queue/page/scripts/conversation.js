@@ -235,7 +235,7 @@
     ];
   }
 
-  /** Shows one rollout. `note`: what sets it apart from those beside it. `bound`: as of `factsOf`. */
+  /** Shows one rollout. `note`: what sets it apart from those next to it. `bound`: as of `factsOf`. */
   function episode(view, note, bound) {
     const facts = el(
       "dl",

@@ -43,7 +43,7 @@
     Sampled: "Tokens that the policy wrote on the vLLM servers, a second, over the last minute",
     Trained: "Tokens that the learner trained, a second, over the last minute. Groups whose rewards are all equal teach nothing and are left out",
     Staleness: "How many optimiser steps the weights that sampled a token were behind when it was trained",
-    "Learner waits": "Share of the newest steps in which the learner had too few groups to go on",
+    "Learner waits": "Share of the newest steps in which the learner had too few groups to continue",
     Dropped: "Groups that were not trained, and the commonest reason; zero variance: all rewards of a group are equal",
   };
 

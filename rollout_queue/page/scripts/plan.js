@@ -1,4 +1,4 @@
-/* A run that is planned: the loop with predicted rates, the predictions beside what the record measured, and a bar for
+/* A run that is planned: the loop with predicted rates, the predictions next to what the record measured, and a bar for
  * each change. */
 (() => {
   "use strict";

@@ -1,4 +1,4 @@
-/* The rollout viewer: a list with filters, and beside it one episode, its group, or the same row at other versions. */
+/* The rollout viewer: a list with filters, and next to it one episode, its group, or the same row at other versions. */
 (() => {
   "use strict";
   const { el, button, select, state, visible, format, isNumber, conversation, ticketLife } = slipstream;
@@ -109,7 +109,7 @@
       this.drawDetail(page);
     }
 
-    /** Writes the filters, anew only when there are other choices. */
+    /** Writes the filters, again only when there are other choices. */
     drawForm() {
       const finish = [...new Set(this.rollouts.map((view) => String(view.finish_reason)))].sort();
       const workers = [...new Set(this.rollouts.map((view) => String(view.worker_id)))].sort().slice(0, 500);
@@ -239,7 +239,7 @@
       if (item) item.scrollIntoView({ block: "nearest" });
     }
 
-    /** Shows the chosen rollout: alone, in its group, or beside the same row at other versions. */
+    /** Shows the chosen rollout: alone, in its group, or next to the same row at other versions. */
     drawDetail(page) {
       const view = this.rollouts.find((each) => keyOf(each) === state.get("rollout"));
       if (!view) {

@@ -108,7 +108,7 @@
     appendRow(steps, "step", row, LIMITS.steps);
   }
 
-  /** Puts a status in, and its evaluations beside the earlier ones. */
+  /** Puts a status in, and its evaluations next to the earlier ones. */
   function takeStatus(page, status) {
     page.status = status;
     const evaluations = new Map([...page.evaluations, ...status.evaluations].map((each) => [each.step, each]));
@@ -196,7 +196,7 @@
       };
     }
 
-    /** Reads the page's data. `why`: why there is no stream beside it. */
+    /** Reads the page's data. `why`: why there is no stream next to it. */
     async read(streaming, why = "") {
       const { stream } = this;
       try {

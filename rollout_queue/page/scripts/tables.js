@@ -210,7 +210,7 @@
     }),
     column("transfer", "Transfer", (s) => proofOf(s).transfer_s, seconds, {
       numeric: true,
-      help: "Seconds that the newest weights travelled, beside generation",
+      help: "Seconds that the newest weights travelled, during generation",
     }),
     column("pause", "Pause", (s) => proofOf(s).pause_s, seconds, {
       numeric: true,

@@ -155,7 +155,7 @@ def test_a_resume_with_another_learning_rate_names_it_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "again"),
+    ("before", "now", "anew"),
     [("adamw_torch_fused", "muon", True), ("adamw_torch_fused", "adamw_torch", False), (None, "adamw_torch", False)],
 )
 def test_an_optimiser_that_starts_anew_on_a_resume_is_named(
@@ -181,7 +181,7 @@ def test_a_resume_with_no_step_left_is_told(tmp_path: Path, steps: int, left: bo
     assert ("raise learner.steps to train on" not in said) is left
 
 
-@pytest.mark.parametrize(("then", "now", "again"), [({}, {"amsgrad": True}, True), ({"amsgrad": True}, {}, False)])
+@pytest.mark.parametrize(("then", "now", "anew"), [({}, {"amsgrad": True}, True), ({"amsgrad": True}, {}, False)])
 def test_arguments_with_which_it_starts_anew_are_named(
     tmp_path: Path, then: dict[str, bool], now: dict[str, bool], anew: bool
 ) -> None:

@@ -133,7 +133,7 @@ def test_another_optimiser_starts_anew_at_the_schedule_s_step(
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "again"),
+    ("before", "now", "anew"),
     [
         ("adamw_torch", "adamw_torch_fused", False),
         ("adamw_bnb_8bit", "paged_adamw_8bit", False),

@@ -41,7 +41,7 @@ OUTCOMES = {
     "running prove, and it restarted": ["unasked"],
     "left": [],
 }
-ALWAYS = ["newer", "restarts", "stops", "continues", "queue goes", "rejoins", "drains", "behind", "watched", "leaves"]
+ALWAYS = ["newer", "restarts", "stops", "goes on", "queue goes", "rejoins", "drains", "behind", "watched", "leaves"]
 CHOICES = sorted({*ALWAYS, *(choice for of in OUTCOMES.values() for choice in of)})
 
 Decide = Callable[[MemberState, Event], Decision]

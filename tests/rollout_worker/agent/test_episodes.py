@@ -276,7 +276,7 @@ async def test_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept(
         finally:
             ends.append(endpoint)
 
-    brief = kit.config(kit.WORKER, worker={"episode_timeout_s": 1.0})
+    brief = kit.config(kit.WORKER, worker={"episode_timeout_s": 3.0})
     run = await roll(agent_task(agent, rewards=[accuracy]), fake(), config=brief)
     assert [rollout.finish_reason for rollout in run.rollouts] == ["timeout"] * 2
     assert len(ends) == 2

@@ -403,14 +403,18 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
         made = f"{status.step} of {status.total_steps} steps are made, with {kept}"
         lower = f" with --resume {REMEDY}" if any(cause.about == CAUSE for cause in status.diagnosis) else " --resume"
         yield f"{made}; if it was stopped, slipstream up{lower} continues"
+
+    def is_said(about: str) -> bool:
+        """Return whether it stands in the reason for which the run was given up."""
+        return bool(status.gave_up) and about.startswith(FAILING)
+
     said = set()
     for incident in incidents:
-        # Why groups failed stands in the reason for which a run was given up.
-        if incident.ended is None and not (status.gave_up and incident.about.startswith(FAILING)):
+        if incident.ended is None and not is_said(incident.about):
             said.add(_alike(incident.text))
             yield f"{incident.about}: {incident.text}"
     for cause in status.diagnosis:
-        if _alike(cause.text) not in said and not (status.gave_up and cause.about.startswith(FAILING)):
+        if _alike(cause.text) not in said and not is_said(cause.about):
             yield cause.text
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from trainer import logprobs
+from trainer import logprobs, loss_of
 from transformers import AutoModelForCausalLM
 
 import slipstream
@@ -40,10 +40,7 @@ def main(run, config):
     while (batch := from_rank_0(next(batches, None) if run else None)) is not None:
         parts = list(batch.split(-(-len(batch.input_ids) // ranks)))
         part = parts[min(rank, len(parts) - 1)]  # every rank computes; one without a part of its own adds nothing
-        new = logprobs(model, part.input_ids, part.attention_mask, config.rollout.temperature)
-        ratio = (new - part.behaviour[:, 1:]).exp()
-        gain = torch.min(ratio * part.advantages[:, 1:], ratio.clamp(0.8, 1.2) * part.advantages[:, 1:])
-        loss = -(gain * part.weights[:, 1:]).sum() * (rank < len(parts))
+        loss = loss_of(model, part, config.rollout.temperature) * (rank < len(parts))
         (loss * ranks).backward()  # FSDP takes the mean over ranks; parts add up
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
         optimizer.step()

@@ -12,6 +12,14 @@ def logprobs(model, input_ids, attention_mask=None, temperature=1.0):
     return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
 
 
+def loss_of(model, part, temperature):
+    """Return GRPO's clipped loss of a part of a batch; those of all parts add up to the step's."""
+    new = logprobs(model, part.input_ids, part.attention_mask, temperature)
+    ratio = (new - part.behaviour[:, 1:]).exp()
+    gain = torch.min(ratio * part.advantages[:, 1:], ratio.clamp(0.8, 1.2) * part.advantages[:, 1:])
+    return -(gain * part.weights[:, 1:]).sum()
+
+
 def main():
     with slipstream.join() as run:
         model = AutoModelForCausalLM.from_pretrained(run.config.model.path, dtype=torch.float32)
@@ -24,10 +32,7 @@ def main():
         for batch in run.batches():
             loss = 0.0
             for part in batch.split(32):
-                new = logprobs(model, part.input_ids, part.attention_mask, run.config.rollout.temperature)
-                ratio = (new - part.behaviour[:, 1:]).exp()
-                gain = torch.min(ratio * part.advantages[:, 1:], ratio.clamp(0.8, 1.2) * part.advantages[:, 1:])
-                part_loss = -(gain * part.weights[:, 1:]).sum()
+                part_loss = loss_of(model, part, run.config.rollout.temperature)
                 part_loss.backward()
                 loss += part_loss.item()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from slipstream.learner.algorithm.drift import MAX_STALENESS
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow
-from slipstream.learner.feed.rollout_metrics import CUT_OFF, RolloutMetrics, deviation_of, mean_of
+from slipstream.learner.feed.rollout_metrics import CUT_OFF, RolloutMetrics
 from slipstream.protocol import reasons
 from slipstream.protocol.messages import Group
 from slipstream.protocol.versions import within_staleness
@@ -298,8 +298,8 @@ def count_step(
     """
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return StepCounts(
-        reward_mean=mean_of(metrics.rewards) or 0.0,
-        reward_std=deviation_of(metrics.rewards) or 0.0,
+        reward_mean=metrics.rewards.mean or 0.0,
+        reward_std=metrics.rewards.std or 0.0,
         staleness_mean=sum(weights.staleness_sum for weights in trained) / tokens_trained,
         staleness_max=max(weights.staleness_max for weights in trained),
         staleness_in_flight=fmean(group.in_flight for group in judged if group.in_flight is not None),
@@ -310,7 +310,7 @@ def count_step(
         tokens_trained=tokens_trained,
         tokens_masked=_sums(masked for weights in trained for masked in weights.masked.items()),
         tokens_dropped=_sums((group.dropped, group.tokens_sampled) for group in judged),
-        rollouts=len(metrics.rewards),
+        rollouts=metrics.rewards.count,
         two_span_rollouts=sum(group.two_span_rollouts for group in judged),
         rows=len(rows),
         packing_fill=sum(row.tokens for row in rows) / (len(rows) * budget),

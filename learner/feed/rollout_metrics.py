@@ -1,18 +1,16 @@
 """Metrics of a step's rollouts for `metrics.jsonl`, under the names of TRL 1.16 where the meaning is the same.
 
 Each metric is over the rollouts that have it, of every group that arrived, dropped ones too: otherwise rewards and
-lengths would look better or worse than they are. Of a rollout only numbers are kept, as a step may drop any number of
-groups before it is full. `choose` picks the rollouts that people get to read.
+lengths would look better or worse than they are. No rollout is kept, as a step may drop any number of groups before it
+is full. `choose` picks the rollouts that people get to read.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
-
-import numpy as np
 
 from slipstream.protocol.messages import Group, Rollout, are_equal
 from slipstream.protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_FAILED
@@ -21,72 +19,131 @@ from slipstream.protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_
 CUT_OFF = ("length", "context")
 
 
-class RolloutMetrics:
-    """Collects a step's groups; `metrics` and `task_metrics` return their metrics.
-
-    Attributes:
-        prompt_tokens: Of all rollouts.
-    """
+class Running:
+    """Mean, sample deviation and extremes of values that come one by one (Welford 1962); None while there are none."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self._values: defaultdict[str, list[float]] = defaultdict(list)
-        self._own: defaultdict[str, list[float]] = defaultdict(list)
-        self._sums: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
-        # By what is counted (calls, failures, seconds), sums of each tool.
-        self._tools: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(int))
+        self.count = 0
+        self.mean: float | None = None
+        self.min: float | None = None
+        self.max: float | None = None
+        self._squares = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.count += 1
+        if self.mean is None or self.min is None or self.max is None:
+            self.mean = self.min = self.max = value
+            return
+        distance = value - self.mean
+        self.mean += distance / self.count
+        self._squares += distance * (value - self.mean)
+        self.min, self.max = min(self.min, value), max(self.max, value)
+
+    def include(self, other: Running) -> None:
+        """Add all values of another (Chan, Golub and LeVeque 1979)."""
+        if other.mean is None or other.min is None or other.max is None:
+            return
+        if self.mean is None or self.min is None or self.max is None:
+            self.count, self.mean, self.min, self.max = other.count, other.mean, other.min, other.max
+            self._squares = other._squares
+            return
+        count, distance = self.count + other.count, other.mean - self.mean
+        self.mean += distance * other.count / count
+        self._squares += other._squares + distance * distance * self.count * other.count / count
+        self.count, self.min, self.max = count, min(self.min, other.min), max(self.max, other.max)
 
     @property
-    def rewards(self) -> list[float]:
-        """The reward of each rollout."""
-        return self._values["reward"]
+    def std(self) -> float | None:
+        """The sample's standard deviation; None of fewer than two values."""
+        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else None
+
+
+class RolloutMetrics:
+    """Collects a step's groups; `metrics` and `task_metrics` return their metrics."""
+
+    def __init__(self) -> None:
+        self.rewards = Running()
+        self.prompt_tokens = 0
+        self._flat = 0
+        self._components: defaultdict[str, Running] = defaultdict(Running)
+        self._lengths = Running()
+        self._whole = Running()
+        self._turns = Running()
+        self._calls = 0
+        self._callers = 0
+        self._failures = 0
+        self._new_segments = 0
+        self._tools: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._tool_s: defaultdict[str, float] = defaultdict(float)
+        self._finished: Counter[str] = Counter()
+        self._seconds: defaultdict[str, Running] = defaultdict(Running)
+        self._own: defaultdict[str, Running] = defaultdict(Running)
 
     def add(self, group: Group) -> None:
         """Add a group that arrived."""
         for numbers in group.by_role().values():
             if are_equal([group.rollouts[number].reward for number in numbers]):
-                self._sums["flat"] += len(numbers)
+                self._flat += len(numbers)
         for rollout in group.rollouts:
             self._add(rollout)
 
     def include(self, other: RolloutMetrics) -> None:
         """Add all groups that another has collected."""
-        self.prompt_tokens += other.prompt_tokens
-        self._sums.update(other._sums)
+        for ours, theirs in (
+            (self.rewards, other.rewards),
+            (self._lengths, other._lengths),
+            (self._whole, other._whole),
+            (self._turns, other._turns),
+        ):
+            ours.include(theirs)
+        for named, of_other in (
+            (self._components, other._components),
+            (self._seconds, other._seconds),
+            (self._own, other._own),
+        ):
+            for name, values in of_other.items():
+                named[name].include(values)
+        for what, counts in other._tools.items():
+            self._tools[what].update(counts)
+        for tool, seconds in other._tool_s.items():
+            self._tool_s[tool] += seconds
         self._finished.update(other._finished)
-        for ours, theirs in ((self._values, other._values), (self._own, other._own)):
-            for name, values in theirs.items():
-                ours[name] += values
-        for what, sums in other._tools.items():
-            for tool, value in sums.items():
-                self._tools[what][tool] += value
+        self.prompt_tokens += other.prompt_tokens
+        self._flat += other._flat
+        self._calls += other._calls
+        self._callers += other._callers
+        self._failures += other._failures
+        self._new_segments += other._new_segments
 
     def _add(self, rollout: Rollout) -> None:
+        self.rewards.add(rollout.reward)
         self.prompt_tokens += _prompt_tokens(rollout)
-        values, length = self._values, rollout.sampled_tokens
-        values["reward"].append(rollout.reward)
         for name, value in rollout.reward_components.items():
             if value is not None:
-                values[f"rewards/{name}"].append(value)
-        values["length"].append(length)
+                self._components[name].add(value)
+        length = rollout.sampled_tokens
+        self._lengths.add(length)
         if rollout.finish_reason not in CUT_OFF:
-            values["terminated_length"].append(length)
-        values["turns"].append(rollout.turns)
+            self._whole.add(length)
+        self._finished[rollout.finish_reason] += 1
+        self._turns.add(rollout.turns)
         for name in TIMINGS:
             if name in rollout.timings:
-                values[f"rollout/{name}_s"].append(rollout.timings[name])
-        self._finished[rollout.finish_reason] += 1
-        self._sums["calls"] += rollout.tool_calls
-        self._sums["callers"] += rollout.tool_calls > 0
-        self._sums["failures"] += rollout.tool_failures
+                self._seconds[name].add(rollout.timings[name])
+        self._calls += rollout.tool_calls
+        self._callers += rollout.tool_calls > 0
+        self._failures += rollout.tool_failures
         for name, value in rollout.metrics.items():
-            if count := TOOL_COUNT.fullmatch(name):
-                self._tools[count["what"]][count["tool"]] += value if count["what"] == "seconds" else int(value)
+            count = TOOL_COUNT.fullmatch(name)
+            if count and count["what"] == "seconds":
+                self._tool_s[count["tool"]] += value
+            elif count:
+                self._tools[count["what"]][count["tool"]] += int(value)
             elif name == NEW_SEGMENTS:
-                self._sums["new_segments"] += int(value)
+                self._new_segments += int(value)
             else:
-                self._own[name].append(value)
+                self._own[name].add(value)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics; one without a measurement is left out.
@@ -97,40 +154,43 @@ class RolloutMetrics:
         `frac_reward_zero_std`: share of rollouts whose group has equal rewards. `finish/<reason>`: share of rollouts
         that ended so.
         """
-        values, sums, rollouts = self._values, self._sums, len(self.rewards)
-        calls_of, failures_of = self._tools["calls"], self._tools["failures"]
-        found: dict[str, float | None] = {"frac_reward_zero_std": ratio(sums["flat"], rollouts)}
-        for name in [name for name in values if name.startswith("rewards/")]:
-            found |= {f"{name}/mean": mean_of(values[name]), f"{name}/std": deviation_of(values[name])}
-        found["completions/clipped_ratio"] = ratio(rollouts - len(values["terminated_length"]), rollouts)
-        for name in ("length", "terminated_length"):
-            for kind, statistic in (("mean", mean_of), ("min", _least), ("max", _greatest)):
-                found[f"completions/{kind}_{name}"] = statistic(values[name])
-        found |= {"rollout/turns_mean": mean_of(values["turns"]), "rollout/turns_max": _greatest(values["turns"])}
-        found |= {name: mean_of(values[name]) for name in values if name.startswith("rollout/")}
-        found |= {
-            NEW_SEGMENTS: ratio(sums["new_segments"], rollouts) if sums["new_segments"] else None,
-            "tools/call_frequency": ratio(sums["calls"], rollouts),
-            "tools/caller_frequency": ratio(sums["callers"], rollouts),
-            "tools/failure_frequency": ratio(sums["failures"], sums["calls"]),
+        rollouts, calls_of, failures_of = self.rewards.count, self._tools["calls"], self._tools["failures"]
+        metrics = {
+            "frac_reward_zero_std": ratio(self._flat, rollouts),
+            **{f"rewards/{name}/mean": values.mean for name, values in self._components.items()},
+            **{f"rewards/{name}/std": values.std for name, values in self._components.items()},
+            "completions/mean_length": self._lengths.mean,
+            "completions/min_length": self._lengths.min,
+            "completions/max_length": self._lengths.max,
+            "completions/clipped_ratio": ratio(rollouts - self._whole.count, rollouts),
+            "completions/mean_terminated_length": self._whole.mean,
+            "completions/min_terminated_length": self._whole.min,
+            "completions/max_terminated_length": self._whole.max,
+            "rollout/turns_mean": self._turns.mean,
+            "rollout/turns_max": self._turns.max,
+            **{f"rollout/{name}_s": values.mean for name, values in self._seconds.items()},
+            NEW_SEGMENTS: ratio(self._new_segments, rollouts) if self._new_segments else None,
+            "tools/call_frequency": ratio(self._calls, rollouts),
+            "tools/caller_frequency": ratio(self._callers, rollouts),
+            "tools/failure_frequency": ratio(self._failures, self._calls),
+            **{f"tools/{tool}/call_frequency": ratio(count, rollouts) for tool, count in calls_of.items()},
+            **{f"tools/{tool}/failure_frequency": ratio(failures_of[tool], count) for tool, count in calls_of.items()},
+            **{f"tools/{tool}/call_s": ratio(seconds, calls_of[tool]) for tool, seconds in self._tool_s.items()},
+            **{f"tools/{tool}/call_total": count for tool, count in calls_of.items()},
+            **{f"tools/{tool}/failure_total": failures_of[tool] for tool in calls_of},
+            **{f"tools/{tool}/coerced_total": count for tool, count in self._tools["coerced"].items()},
+            **{
+                f"tools/{tool}/failures/{reason}": count
+                for reason in WHY_FAILED
+                for tool, count in self._tools[f"failures/{reason}"].items()
+            },
+            **{f"finish/{reason}": ratio(count, rollouts) for reason, count in self._finished.items()},
         }
-        for tool, count in calls_of.items():
-            found |= {
-                f"tools/{tool}/call_frequency": ratio(count, rollouts),
-                f"tools/{tool}/failure_frequency": ratio(failures_of[tool], count),
-                f"tools/{tool}/call_total": count,
-                f"tools/{tool}/failure_total": failures_of[tool],
-            }
-        found |= {f"tools/{tool}/call_s": ratio(time, calls_of[tool]) for tool, time in self._tools["seconds"].items()}
-        found |= {f"tools/{tool}/coerced_total": count for tool, count in self._tools["coerced"].items()}
-        for reason in (f"failures/{reason}" for reason in WHY_FAILED):
-            found |= {f"tools/{tool}/{reason}": count for tool, count in self._tools[reason].items()}
-        found |= {f"finish/{reason}": ratio(count, rollouts) for reason, count in self._finished.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def task_metrics(self) -> dict[str, float]:
         """Return means of the task's own metrics, under the names that it chose."""
-        return {name: fmean(values) for name, values in self._own.items()}
+        return {name: values.mean for name, values in self._own.items() if values.mean is not None}
 
 
 def _prompt_tokens(rollout: Rollout) -> int:
@@ -143,26 +203,8 @@ def _prompt_tokens(rollout: Rollout) -> int:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """Return `part / whole`; None where the whole is 0."""
+    """Return a share; None of nothing."""
     return part / whole if whole else None
-
-
-def mean_of(values: Sequence[float]) -> float | None:
-    """Return the mean; None where there are no values."""
-    return fmean(values) if values else None
-
-
-def deviation_of(values: Sequence[float]) -> float | None:
-    """Return the sample's standard deviation; None of fewer than two values."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def _least(values: Sequence[float]) -> float | None:
-    return min(values, default=None)
-
-
-def _greatest(values: Sequence[float]) -> float | None:
-    return max(values, default=None)
 
 
 class RolloutPosition(NamedTuple):

@@ -66,6 +66,9 @@ def _values(part: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
+# Maximum bytes of a line, far above any that is written.
+_MAX_LINE = 4 * 1024**2
+
 R = TypeVar("R", bound=Record)
 
 
@@ -91,7 +94,9 @@ class Journal(Generic[R]):
         self._failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
         # Lines stay as they were: another release may have written metrics that this one does not know.
-        _replace(path, [line + b"\n" for line, _ in kept])
+        aside = path.with_suffix(".unfinished")
+        aside.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+        os.replace(aside, path)
 
     def append(self, record: R) -> None:
         """Append a line."""
@@ -106,10 +111,17 @@ class Journal(Generic[R]):
             self._waiting[-1] = msgspec.json.encode(change(msgspec.json.decode(self._waiting[-1]))) + b"\n"
             self._write()
             return
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        if lines:
-            lines[-1] = msgspec.json.encode(change(msgspec.json.decode(lines[-1]))) + b"\n"
-            _replace(self._path, lines)
+        with self._path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - _MAX_LINE)
+            file.seek(start)
+            lines = file.read().splitlines(keepends=True)
+            if not lines or (start and len(lines) == 1):
+                return
+            last = msgspec.json.decode(lines[-1])
+            file.seek(size - len(lines[-1]))
+            file.write(msgspec.json.encode(change(last)) + b"\n")
+            file.truncate()
 
     def _write(self) -> None:
         """Append the lines that wait, all or none, so that none is cut in the middle of the file."""
@@ -129,13 +141,6 @@ class Journal(Generic[R]):
             self._failed = False
             self._warn(f"{self._path} is written again, with the {len(self._waiting)} lines that waited")
         self._waiting.clear()
-
-
-def _replace(path: Path, lines: Sequence[bytes]) -> None:
-    """Replace the file's content in one rename."""
-    aside = path.with_suffix(".unfinished")
-    aside.write_bytes(b"".join(lines))
-    os.replace(aside, path)
 
 
 def append_whole(path: Path, data: bytes) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from slipstream.learner.feed.rollout_metrics import mean_of, ratio
+from slipstream.learner.feed.rollout_metrics import ratio
 from slipstream.learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
 from slipstream.protocol.history import ends_of
 from slipstream.protocol.messages import EQUAL_WITHIN, are_equal
@@ -147,7 +147,7 @@ def summarise(
         sync_learner_blocked_ms_p50=_percentile([publication.blocked_s * 1e3 for publication in published], 50),
         sync_sent_bytes=sum(publication.sent_bytes for publication in published),
         sync_whole_bytes=sum(publication.whole_bytes for publication in published),
-        sync_share_changed_mean=mean_of(
+        sync_share_changed_mean=_mean(
             [publication.share_changed for publication in published if publication.share_changed is not None]
         ),
         probe_max_abs_diff=max((publication.probe_max_abs_diff for publication in published), default=None),
@@ -188,6 +188,10 @@ def _rewards_differ(step: StepRecord) -> bool:
 def write(run_dir: Path, summary: Summary) -> None:
     """Write `summary.json`."""
     (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

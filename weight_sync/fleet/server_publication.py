@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from slipstream.protocol.engine import NO_ANSWER, EngineState
@@ -141,8 +140,11 @@ class ServerSync:
         transfer_s = time.monotonic() - began - pause.seconds
         metrics = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
-        with suppress(ControlError):
+        try:
             state = await self.control.state()
+        except ControlError:
+            self._cost.publication_failed()  # its end is not known
+        else:
             self._cost.published(counted, TokenCount(state.boot, time.monotonic(), state.generated))
         return Outcome(transfer_s, pause.seconds, metrics, transport.sent, self._cost.share)
 

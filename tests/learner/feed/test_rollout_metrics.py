@@ -169,4 +169,11 @@ def test_metrics_that_include_others_are_those_of_all_groups() -> None:
         parts.include(counted(*groups[cut:]))
         assert parts.metrics() == pytest.approx(whole.metrics())
         assert parts.task_metrics() == pytest.approx(whole.task_metrics())
-        assert (parts.rewards, parts.prompt_tokens) == (whole.rewards, whole.prompt_tokens)
+        ours, theirs = parts.rewards, whole.rewards
+        assert (ours.count, ours.min, ours.max, parts.prompt_tokens) == (
+            theirs.count,
+            theirs.min,
+            theirs.max,
+            whole.prompt_tokens,
+        )
+        assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std))

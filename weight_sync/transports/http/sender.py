@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
@@ -31,19 +32,21 @@ PULL_SHARE = 0.9
 _PROCESS = secrets.token_hex(8)
 
 
-# Transfer keys of this process's open connections.
+# Transfer keys of this process's open connections, which publishers take on their own threads.
 _keys: set[str] = set()
+_keys_lock = threading.Lock()
 
 
 def _take_key(server_url: str) -> str:
     """Return a transfer key that no open connection has. A later connection to a server has the key of an earlier one,
     and so continues with a pull that broke off there."""
-    for number in itertools.count():
-        key = digest_of(memoryview(f"{_PROCESS} {number} {server_url}".encode()))[:16]
-        if key not in _keys:
-            break
-    _keys.add(key)
-    return key
+    with _keys_lock:
+        for number in itertools.count():
+            key = digest_of(memoryview(f"{_PROCESS} {number} {server_url}".encode()))[:16]
+            if key not in _keys:
+                break
+        _keys.add(key)
+        return key
 
 
 class HttpSender(Sender):

@@ -7,56 +7,16 @@ is full. `choose` picks the rollouts that people get to read.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.protocol.messages import Group, Rollout, are_equal
 from slipstream.protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_FAILED
+from slipstream.protocol.running import Running
 
 # The policy was cut off before it ended by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")
-
-
-class Running:
-    """Mean, sample deviation and extremes of values that come one by one (Welford 1962); None while there are none."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean: float | None = None
-        self.min: float | None = None
-        self.max: float | None = None
-        self._squares = 0.0
-
-    def add(self, value: float) -> None:
-        """Add a value."""
-        self.count += 1
-        if self.mean is None or self.min is None or self.max is None:
-            self.mean = self.min = self.max = value
-            return
-        distance = value - self.mean
-        self.mean += distance / self.count
-        self._squares += distance * (value - self.mean)
-        self.min, self.max = min(self.min, value), max(self.max, value)
-
-    def include(self, other: Running) -> None:
-        """Add all values of another (Chan, Golub and LeVeque 1979)."""
-        if other.mean is None or other.min is None or other.max is None:
-            return
-        if self.mean is None or self.min is None or self.max is None:
-            self.count, self.mean, self.min, self.max = other.count, other.mean, other.min, other.max
-            self._squares = other._squares
-            return
-        count, distance = self.count + other.count, other.mean - self.mean
-        self.mean += distance * other.count / count
-        self._squares += other._squares + distance * distance * self.count * other.count / count
-        self.count, self.min, self.max = count, min(self.min, other.min), max(self.max, other.max)
-
-    @property
-    def std(self) -> float | None:
-        """The sample's standard deviation; None of fewer than two values."""
-        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else None
 
 
 class RolloutMetrics:

@@ -11,9 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from copy import deepcopy
 
-import msgspec
-
 from slipstream.protocol import reasons
+from slipstream.protocol.running import Running
 from slipstream.protocol.status import Ended, Evaluation
 from slipstream.rollout_queue.ledger.records import Decision, EvalRecord, TicketRecord, TicketState
 
@@ -22,28 +21,6 @@ _CUT_OFF = ("length", "context")
 
 # So many accepted tickets are remembered, to recognise a group that is submitted again.
 _MAX_ACCEPTED = 4096
-
-
-class _Mean(msgspec.Struct):
-    """Computes mean and sample standard deviation of values added one by one (Welford 1962)."""
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def add(self, value: float) -> None:
-        before = self.total / self.count if self.count else value
-        self.count += 1
-        self.total += value
-        self.squares += (value - before) * (value - self.total / self.count)
-
-    @property
-    def value(self) -> float | None:
-        return self.total / self.count if self.count else None
-
-    @property
-    def std(self) -> float | None:
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else None
 
 
 class EvalTally:
@@ -57,8 +34,8 @@ class EvalTally:
     def __init__(self, tickets: Iterable[TicketRecord] = ()) -> None:
         self.failures: Counter[str] = Counter()
         self.newest: dict[str, int] = {}
-        self._rewards, self._best = _Mean(), _Mean()
-        self._components: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._rewards, self._best = Running(), Running()
+        self._components: defaultdict[str, Running] = defaultdict(Running)
         self._passes = True
         self._rollouts = self._tokens = 0
         self._finished: Counter[str] = Counter()
@@ -127,10 +104,10 @@ class EvalTally:
             waits_for=waits_for,
             seconds=seconds,
             rollouts=self._rollouts,
-            reward=self._rewards.value,
+            reward=self._rewards.mean,
             reward_std=self._rewards.std,
-            rewards={name: of.total / of.count for name, of in self._components.items()},
-            best=self._best.value if record.group_size > 1 else None,
+            rewards={name: of.mean for name, of in self._components.items() if of.mean is not None},
+            best=self._best.mean if record.group_size > 1 else None,
             passes=self._passes and self._rewards.count > 0,
             mean_length=self._tokens / self._rollouts if self._rollouts else None,
             clipped=cut_off / self._rollouts if self._rollouts else None,

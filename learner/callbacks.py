@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from slipstream import learner
-from slipstream.learner.ranks.stopping import LearnerFailed, Stopped
+from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.report.records import StepRecord
 from slipstream.learner.report.tracking import numbers, sent_settings
 from slipstream.learner.training.base import Trainer
@@ -154,8 +154,6 @@ class Callbacks:
             try:
                 with self._waiting(f"callback {name}"):
                     answer = method(self._args, self._state, self._control, **self._given, **more)
-            except Stopped:  # A signal ends the run, so this is no failure of the callback.
-                raise
             except (Exception, SystemExit) as error:
                 raise CallbackFailed(_describe_failure(name, error)) from error
             if answer is not None:

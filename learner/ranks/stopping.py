@@ -35,6 +35,9 @@ ONE_PRESS_S = 0.5
 
 LAST_WORDS_WITHIN_S = 2.0
 
+# A finaliser that a signal came into has ended this long after it, and the signal is raised again.
+LOST_AFTER_S = 0.1
+
 SHOW_CURSOR = b"\x1b[?25h\n"  # which the live line hides
 
 
@@ -42,12 +45,17 @@ class LearnerFailed(RuntimeError):
     """The learner cannot continue; the text says why, and what to do."""
 
 
-class Stopped(SystemExit):
-    """A signal asked for the end. `code`: 128 plus the signal's number."""
+class Stopped(BaseException):
+    """A signal asked for the end. Not a `SystemExit`, which code around libraries that call `sys.exit` catches.
+
+    Attributes:
+        code: 128 plus the signal's number.
+        halfway: Stopped in a change that did not end.
+    """
 
     def __init__(self, code: int, halfway: bool = False) -> None:
         super().__init__(code)
-        self.halfway = halfway  # stopped in a change that did not end
+        self.code, self.halfway = code, halfway
 
 
 class Requests:
@@ -92,7 +100,7 @@ class Stop:
 
     The first signal raises `Stopped` in the main thread, at once or when a `hold` ends. A Ctrl-C after it ends the
     process on the spot, and so does the end of the grace time, unless only Ctrl-C was pressed. A signal that is ignored
-    (nohup) stays ignored.
+    (nohup) stays ignored. `Stopped` leaves it as `SystemExit`.
 
     Attributes:
         last: Called on a thread right before the process ends by itself; returns what the main thread may be waiting
@@ -112,7 +120,7 @@ class Stop:
         self._code = 0
         self._held = self._patient = self._finishing = False
         self._max_hold_s = HOLD_AT_MAX_S
-        self._overdue = False
+        self._overdue = self._lost = False
         self._own = 0  # signals that this object has sent itself
 
     def __enter__(self) -> Self:
@@ -133,12 +141,15 @@ class Stop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         sys.unraisablehook = self._hook
+        self._lost = False
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._woken)
         self._theirs.close()
         self._thread.join()
         self._ours.close()
+        if isinstance(error, Stopped):
+            raise SystemExit(error.code) from None
 
     @property
     def left_s(self) -> float:
@@ -182,6 +193,10 @@ class Stop:
         if self._overdue:
             self._overdue = False
             raise Stopped(self._code, halfway=True)
+        if self._lost:
+            self._lost = False
+            if not self._held and not self._finishing:
+                raise Stopped(self._code)
         if self._signalled:  # the thread decides what follows from a further one
             return
         self._signalled, self._code = True, 128 + number
@@ -202,8 +217,11 @@ class Stop:
     def _end_hold(self, number: int) -> None:
         if self._held and not self._finishing:
             self._held, self._overdue = False, True
-            self._own += 1
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            self._send_to_itself(number)
+
+    def _send_to_itself(self, number: int) -> None:
+        self._own += 1
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _listen(self) -> None:
         """Listen for signals, whatever the main thread does. Ends the process when it is given up, or when the time
@@ -259,9 +277,18 @@ class Stop:
         return f"it waits for {known}" if known else "it is in a call that does not return, or needs longer"
 
     def _on_unraisable(self, unraisable: Any) -> None:
-        """`Stopped` was raised in a finaliser, where Python can only report it: `release` raises it again."""
+        """`Stopped` was raised in a finaliser, where Python can only report it: raise it again after that."""
         if not isinstance(unraisable.exc_value, Stopped):
             self._hook(unraisable)
+            return
+        self._lost = True
+        timer = threading.Timer(LOST_AFTER_S, self._raise_lost)
+        timer.daemon = True
+        timer.start()
+
+    def _raise_lost(self) -> None:
+        if self._lost:
+            self._send_to_itself(self._code - 128)
 
 
 def end_now(code: int, text: str, on_terminal: bool = False) -> NoReturn:

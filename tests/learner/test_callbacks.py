@@ -19,7 +19,6 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from slipstream.learner import callbacks
 from slipstream.learner.callbacks import CallbackFailed, Callbacks, arguments, load
 from slipstream.learner.evaluator import Evaluator
-from slipstream.learner.ranks.stopping import Stopped
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.run import build_trainer
 from slipstream.protocol.config import ConfigError, LearnerSection
@@ -201,8 +200,9 @@ class Waits(TrainerCallback):
 
 
 def test_a_signal_in_a_callback_is_not_the_callback_s_fault(model_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(Stopped):
+    with pytest.raises(SystemExit) as ended:
         train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[Waits()])
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 class AsksForWhatIsNotThere(TrainerCallback):

@@ -557,24 +557,24 @@ def test_a_transfer_that_fails_leaves_a_server_in_service_with_what_it_has(world
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_i5_a_proof_that_could_not_be_asked_is_asked_again_and_only_its_verdict_counts(
-    world: World, monkeypatch: pytest.MonkeyPatch, computes: bool
+    world: World, computes: bool
 ) -> None:
-    monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 0.3)
     with world.publisher(timeout_s=0.5) as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
         world.changes.clear()
-        world.fakes[1].faults.append(Fault("hang", times=1, route="/slipstream/layers"))  # of the proof
+        world.fakes[1].faults.append(Fault("stop", times=None, route="/slipstream/layers"))  # of the proof
+        if not computes:
+            mismatched(world, 1)
         publishing.publish(2, weights(), probe())
         until(server_in(world, "vllm-1", ServerState.SYNCING))
         assert "its proof could not be asked; it is asked again" in (world.servers()["vllm-1"].reason or "")
-        if not computes:
-            mismatched(world, 1)
+        world.go_on(1)
         until(server_in(world, "vllm-1", ServerState.SERVING if computes else ServerState.QUARANTINED))
     of_1 = [(state, version) for name, state, version in world.changes if name == "vllm-1"]
     assert ((ServerState.SERVING, 2) in of_1, (ServerState.QUARANTINED, 2) in of_1) == (computes, not computes)
     if computes:
-        assert sum(transport.versions.count(2) for transport in world.transports.made) == 2, "it was sent again"
+        assert sum(transport.versions.count(2) for transport in world.transports.made) > 1, "it was sent again"
 
 
 def test_i5_a_swap_whose_proof_is_given_up_for_a_newer_version_is_proven_before_that(

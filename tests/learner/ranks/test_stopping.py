@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -139,12 +140,22 @@ def test_a_signal_in_a_finaliser_is_not_lost_and_prints_no_traceback(capfd: pyte
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with Stop(20.0) as stop:
+    def waits() -> None:
         Dying()
         gc.collect()
-        with pytest.raises(Stopped):
-            stop.release()
+        threading.Event().wait(20)
+
+    with Stop(20.0), pytest.raises(Stopped):
+        waits()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("swallows", [Exception, SystemExit, OSError])
+def test_code_that_swallows_what_libraries_raise_does_not_swallow_a_signal(swallows: type[BaseException]) -> None:
+    """As the line on the terminal, the trackers and the callbacks do."""
+    with pytest.raises(SystemExit) as ended, Stop(20.0), contextlib.suppress(swallows):
+        signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize(

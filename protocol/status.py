@@ -51,7 +51,6 @@ class Evaluation(msgspec.Struct):
         reward: Mean over rows of each row's mean reward. `reward_std`: sample standard deviation of the rows' means.
         rewards: The same mean for each reward function.
         best: Mean over rows of each row's best reward, of several roles of the mean of theirs; None if group_size is 1.
-        passes: Whether every reward so far is 0 or 1, so that `best` is a share of rows.
         mean_length: Sampled tokens of a rollout.
         clipped: Share of rollouts that ended as `length` or `context`.
         finished: Rollouts by finish reason.
@@ -74,7 +73,6 @@ class Evaluation(msgspec.Struct):
     reward_std: float | None = None
     rewards: dict[str, float] = {}
     best: float | None = None
-    passes: bool = False
     mean_length: float | None = None
     clipped: float | None = None
     finished: dict[str, int] = {}
@@ -82,8 +80,8 @@ class Evaluation(msgspec.Struct):
 
     @property
     def best_name(self) -> str:
-        """The field's name for `best`: pass@k if rollouts pass or fail, else best@k."""
-        return f"{'pass' if self.passes else 'best'}@{self.group_size}"
+        """The name of `best` in metrics: best@k, which is pass@k where each reward is 0 or 1."""
+        return f"best@{self.group_size}"
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:

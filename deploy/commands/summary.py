@@ -185,10 +185,10 @@ class _Record:
         for row in self._rows:
             stepped = (row.get("at") or entry.at) - was_set_by
             self._step(stepped if stepped <= at else stepped + was_set_by - self._set_by, int(row.get("step") or 0))
-        has_steps, self._rows = bool(self._rows), []
+        rows, self._rows = self._rows, []
         self.began = at if self.began is None else self.began
         if before is not None and since is not None:
-            self._closed += self._tell_stop(before, status, [*_at_once(before, status, since, at)])
+            self._closed += self._tell_stop(before, status, [*_at_once(before, status, since, at, rows)])
         wrong = dict(_wrong(status, at))
         if status.finished:  # processes end; what was wrong may still be
             wrong = {about: of for about, of in wrong.items() if about in self._open}
@@ -198,7 +198,7 @@ class _Record:
             self._closed.append(incident)
         for about, (text, began) in wrong.items():
             self._open.setdefault(about, Incident(about, text, began))
-        if not has_steps and status.step:
+        if not rows and status.step:
             self._step(at, status.step)
         self._before, self.newest_at = status, at
 
@@ -273,23 +273,32 @@ def _missing(worker: WorkerStatus) -> str | None:
     return None
 
 
-def _at_once(before: Status, after: Status, since: float, at: float) -> Iterator[Incident]:
-    """Yield what happened between two statuses of `since` and `at`."""
-    again = max(0, before.step - after.step)
+def _at_once(before: Status, after: Status, since: float, at: float, rows: Sequence[history.Row]) -> Iterator[Incident]:
+    """Yield what happened between two statuses of `since` and `at`. `rows` are the steps between them."""
+    resumed_at = _resumed_at(after.step, [int(row.get("step") or 0) for row in rows])
+    again = max(0, before.step - resumed_at)
     if after.uptime_s < before.uptime_s:
         up = max(since, at - after.uptime_s)
         yield Incident("the queue", "ended, and was started again", since, up)
     if before.learner.session and after.learner.session > before.learner.session:
-        text = f"ended after step {before.step}, and continued from step {after.step}"
+        text = f"ended after step {before.step}, and continued from step {resumed_at}"
         yield Incident("the learner", text, since, at, steps_again=again)
     elif again:
-        yield Incident("the run", f"went back from step {before.step} to {after.step}", since, at, steps_again=again)
+        text = f"went back from step {before.step} to {resumed_at}"
+        yield Incident("the run", text, since, at, steps_again=again)
     were = {worker.worker_id: worker for worker in before.workers}
     for worker in after.workers:
         was = were.get(worker.worker_id)
         if was is not None and not worker.is_gone and 0 < was.pid != worker.pid > 0:
             text = "its process had ended without a word, and was started again"
             yield Incident(f"worker {worker.worker_id}", text, since, at)
+
+
+def _resumed_at(step: int, made: Sequence[int]) -> int:
+    """Return the step from which the newest life of a learner continued: the one before the first that it made."""
+    if not made or step < made[-1]:  # it has made none yet
+        return step
+    return next((later for earlier, later in reversed([*pairwise(made)]) if later <= earlier), made[0]) - 1
 
 
 def _standstills(steps: Sequence[tuple[float, int]]) -> tuple[float, list[tuple[float, float]]]:

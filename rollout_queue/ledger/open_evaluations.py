@@ -36,7 +36,6 @@ class EvalTally:
         self.newest: dict[str, int] = {}
         self._rewards, self._best = Running(), Running()
         self._components: defaultdict[str, Running] = defaultdict(Running)
-        self._passes = True
         self._rollouts = self._tokens = 0
         self._finished: Counter[str] = Counter()
         self._versions: tuple[int, int] | None = None
@@ -56,7 +55,6 @@ class EvalTally:
             return
         self._rewards.add(math.fsum(result.rewards) / len(result.rewards))
         self._best.add(max(result.rewards) if result.best is None else result.best)
-        self._passes = self._passes and all(reward in (0.0, 1.0) for reward in result.rewards)
         for name, value in result.components.items():
             self._components[name].add(value)
         self._rollouts += len(result.rewards)
@@ -108,7 +106,6 @@ class EvalTally:
             reward_std=self._rewards.std,
             rewards={name: of.mean for name, of in self._components.items() if of.mean is not None},
             best=self._best.mean if record.group_size > 1 else None,
-            passes=self._passes and self._rewards.count > 0,
             mean_length=self._tokens / self._rollouts if self._rollouts else None,
             clipped=cut_off / self._rollouts if self._rollouts else None,
             finished=dict(self._finished),

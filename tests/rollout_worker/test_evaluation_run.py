@@ -118,7 +118,7 @@ async def test_a_group_above_a_workers_episodes_and_one_of_one() -> None:
         await ask(client, rows=2, group_size=20, temperature=None)
         async with worker(CONFIG, task(eval_dataset=EVALS), client, "w"):
             found = await ended(client)
-    assert (found.done, found.rollouts, found.best_name, found.best) == (2, 40, "pass@20", 1.0)
+    assert (found.done, found.rollouts, found.best_name, found.best) == (2, 40, "best@20", 1.0)
 
 
 async def test_what_a_stopped_worker_held_goes_to_another() -> None:

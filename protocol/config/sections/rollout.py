@@ -170,7 +170,7 @@ class EvalSection(Section):
         1,
         ge=1,
         le=1024,
-        description="episodes of each row; above 1 also reports pass@k or best@k",
+        description="episodes of each row; above 1 also reports best@k",
         why="more rows say more",
     )
     temperature: float | None = setting(

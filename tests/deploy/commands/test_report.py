@@ -49,7 +49,7 @@ def run_dir(tmp_path: Path) -> Path:
     views = [rollout(number, HOSTILE) for number in range(4)]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(view) + "\n" for view in views) + '{"tick')
     (folder / "evaluations.jsonl").write_text(
-        '{"step": 4, "version": 4, "group_size": 2, "reward": 0.25, "pass@2": 1}\n'
+        '{"step": 4, "version": 4, "group_size": 2, "reward": 0.25, "best@2": 1}\n'
     )
     kept = History(folder / history.FOLDER, 10**9)
     for step in range(5):

@@ -30,17 +30,17 @@ class Night:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.at = 1_000_000.0
-        self.step, self.session, self.up_since = 0, 1, self.at
+        self.step, self.resumed, self.session, self.up_since = 0, 0, 1, self.at
         self.servers = {"vllm-0": (ServerState.SERVING, None), "vllm-1": (ServerState.SERVING, None)}
         self.workers: dict[str, dict[str, Any]] = {"worker-0": {"pid": 7}, "worker-1": {"pid": 8}}
         self.stalled = False
         self._kept = History(folder / history.FOLDER, 10**9)
         self._since: dict[str, float] = {}
 
-    def goes_on(self, seconds: int, steps: bool = True, **fields: Any) -> None:
+    def goes_on(self, seconds: int, steps: bool = True, every_s: float = STEP_S, **fields: Any) -> None:
         for _ in range(seconds):
             self.at += 1
-            if steps and self.at % STEP_S == 0:
+            if steps and self.at % every_s == 0:
                 self.step += 1
             self._kept.add(self._status(**fields), self.at)
 
@@ -55,7 +55,8 @@ class Night:
         for each in servers:
             each.since_s = self.at - self._since.get(each.name, self.at)
         workers = [worker(name, **{"seen_s_ago": 1.0, **of}) for name, of in self.workers.items()]
-        learner = LearnerStatus(session=self.session, step=self.step, metrics={"reward": self.step / 100})
+        metrics = {} if self.step == self.resumed else {"reward": self.step / 100}
+        learner = LearnerStatus(session=self.session, step=self.step, metrics=metrics)
         of = {"servers": servers, "workers": workers, "learner": learner, "step": self.step, "total_steps": 500}
         return status(**{**of, "uptime_s": self.at - self.up_since, "stall": Stall(self.stalled, 0.0), **fields})
 
@@ -157,12 +158,22 @@ def test_a_run_that_was_stopped_for_an_hour_is_no_clock_that_was_set(night: Nigh
 
 def test_a_crash_that_cost_steps(night: Night) -> None:
     night.at += 40
-    night.session, night.step, night.up_since = 2, 25, night.at
+    night.session, night.step, night.resumed, night.up_since = 2, 25, 25, night.at
     night.goes_on(50)
     lines = shown(night.summary())
     assert any(re.search(r"the queue: ended, and was started again, 4\d s", line) for line in lines)
     (line,) = [line for line in lines if line.startswith("the learner: ended")]
     assert re.match(r"the learner: ended after step (29|30), and continued from step 25, 4\d s, [45] steps made", line)
+
+
+def test_a_resume_is_told_from_its_step_when_it_is_seen_after_later_ones(night: Night) -> None:
+    night.at += 40
+    night.session, night.step, night.resumed = 2, 20, 20
+    night.goes_on(50, every_s=1)
+    (line,) = [line for line in shown(night.summary()) if line.startswith("the learner: ended")]
+    assert re.match(
+        r"the learner: ended after step (29|30), and continued from step 20, .* (9|10) steps made again", line
+    )
 
 
 def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(night: Night) -> None:

@@ -240,8 +240,8 @@ def test_the_wait_at_the_end_is_bounded(tmp_path: Path) -> None:
     [
         ({}, "evaluation of step 5: reward 0.500 (4 rows, 9 tokens, versions 5 to 6, 2.0 s)"),
         (
-            {"group_size": 4, "best": 0.75, "passes": True, "clipped": 0.5, "versions": (5, 5)},
-            "evaluation of step 5: reward 0.500 (4 rows x 4, pass@4 0.750, 9 tokens, 50% cut off, version 5, 2.0 s)",
+            {"group_size": 4, "best": 0.75, "clipped": 0.5, "versions": (5, 5)},
+            "evaluation of step 5: reward 0.500 (4 rows x 4, best@4 0.750, 9 tokens, 50% cut off, version 5, 2.0 s)",
         ),
         (
             {"done": 3, "failed": 1, "failures": {"failed:row": 1}},

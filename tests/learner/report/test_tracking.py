@@ -344,9 +344,9 @@ def test_settings_that_are_sent_hold_no_token_and_no_address() -> None:
 def test_mlflow_gets_names_that_it_takes(tmp_path: Path, stands: Callable[[str], list[Stand]]) -> None:
     made = stands("mlflow")
     tracking = Tracking(run_of(tmp_path, "mlflow"), 0, 0, pytest.fail)
-    tracking.evaluation({"eval/step": 1, "eval/pass@4": 0.5})
+    tracking.evaluation({"eval/step": 1, "eval/best@4": 0.5})
     tracking.close()
-    assert made[0].calls[-2] == (1, {"eval/step": 1, "eval/pass_4": 0.5})
+    assert made[0].calls[-2] == (1, {"eval/step": 1, "eval/best_4": 0.5})
 
 
 class Broken(Stand):

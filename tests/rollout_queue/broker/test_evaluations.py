@@ -89,7 +89,7 @@ async def test_the_way_of_one_evaluation() -> None:
         assert (found.ended, found.rows, found.done, found.failed, found.rollouts) == ("complete", 3, 3, 0, 6)
         assert found.reward == pytest.approx(0.5)
         assert found.reward_std == pytest.approx(0.5)
-        assert found.best_name == "pass@2"
+        assert (found.best_name, found.best) == ("best@2", pytest.approx(2 / 3))
         assert found.best == pytest.approx(2 / 3)
         assert (found.mean_length, found.clipped, found.finished) == (3.0, 0.0, {"stop": 6})
         assert (found.versions, found.seconds) == ((0, 0), 7.0)
@@ -137,7 +137,7 @@ async def test_a_group_above_a_workers_episodes_is_issued_alone() -> None:
         assert await take_evals(client) == []
         await client.submit(group(ticket, rewards=[float(i == 7) for i in range(50)]))
         (found,) = await client.evaluations()
-        assert (found.done, found.best_name, found.best, found.reward) == (1, "pass@50", 1.0, 0.02)
+        assert (found.done, found.best_name, found.best, found.reward) == (1, "best@50", 1.0, 0.02)
         assert len(await take_evals(client)) == 1
 
 

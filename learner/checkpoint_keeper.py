@@ -28,8 +28,9 @@ from slipstream.learner.training.base import Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.checkpoints import Best
 from slipstream.protocol.client import QueueError
-from slipstream.protocol.collapse import CAUSE, LOWER
+from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.config import LearnerSection, RunConfig
+from slipstream.protocol.learning_rates import lower_rate
 from slipstream.protocol.messages import RunPosition
 
 # A checkpoint may take this many times as long as the one before.
@@ -171,7 +172,7 @@ class CheckpointKeeper:
     def _how_to_resume(self, step: int) -> str:
         status, rate = self._progress.status, None
         if status is not None and any(cause.about == CAUSE for cause in status.diagnosis):
-            rate = self._config.learner.learning_rate / LOWER
+            rate = lower_rate(self._config)
         resume = start.resume_command(rate)
         if step == 0:
             return f"start it again with: {start.command()}"

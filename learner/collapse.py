@@ -10,8 +10,9 @@ from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.report.records import StepRecord
 from slipstream.protocol import checkpoints as places
-from slipstream.protocol.collapse import CAUSE, LOWER, WINDOW_STEPS, Row, find_collapse
+from slipstream.protocol.collapse import CAUSE, WINDOW_STEPS, Row, find_collapse
 from slipstream.protocol.config import RunConfig
+from slipstream.protocol.learning_rates import lower_rate
 from slipstream.protocol.status import Status
 
 
@@ -45,7 +46,7 @@ class CollapseWatch:
             return
         self._rows.append(record.flat())
         if (found := find_collapse([*self._rows])) is not None:
-            text = found.describe(self._config.learner.learning_rate)
+            text = found.describe(self._config)
             raise PolicyDestroyed(found.step, f"step {record.step}: {text}")
 
     def waiting(self, status: Status) -> PolicyDestroyed | None:
@@ -64,8 +65,8 @@ class CollapseWatch:
         checkpoints.set_aside(run_dir, max(0, error.step - 1))
         kept = places.complete(run_dir)
         begin = f"Continue from step {max(kept)}" if kept else "There is no checkpoint from before it: begin again"
-        rate = self._config.learner.learning_rate / LOWER
+        resume = start.resume_command(lower_rate(self._config))
         return PolicyDestroyed(
             error.step,
-            f'{error}. {begin} with: {start.resume_command(rate)} (learner.on_collapse = "warn" continues instead)',
+            f'{error}. {begin} with: {resume} (learner.on_collapse = "warn" continues instead)',
         )

@@ -22,6 +22,9 @@ from statistics import median
 
 import msgspec
 
+from slipstream.protocol.config import RunConfig
+from slipstream.protocol.learning_rates import lower_rate
+
 # Steps that are looked at, the newest among them.
 WINDOW_STEPS = 12
 
@@ -35,9 +38,6 @@ RANDOM_TIMES, RANDOM_NATS = 3.0, 2.0
 FROZEN_PART, MIN_ENTROPY = 0.1, 0.05
 
 MOVED_TIMES = 1.5
-
-# By what a rate that destroyed the policy is divided in the remedy.
-LOWER = 10.0
 
 # What the queue's diagnosis calls a cause that is an update which destroyed the policy.
 CAUSE = "learning rate"
@@ -68,13 +68,13 @@ class Collapse(msgspec.Struct, frozen=True):
     grad_norm: float | None
     why: str
 
-    def describe(self, learning_rate: float) -> str:
-        """Describe it, with the remedy. `learning_rate`: the setting's value, from which the remedy follows."""
+    def describe(self, config: RunConfig) -> str:
+        """Describe it, with the remedy."""
         norm = "" if self.grad_norm is None else f", at a gradient norm of {self.grad_norm:.2g}"
         rate = "" if self.learning_rate is None else f", with a learning rate of {self.learning_rate:g}{norm}"
         return (
             f"the update of step {self.step} destroyed the policy{rate}: {self.why}. Lower learner.learning_rate = "
-            f"{learning_rate:g}, to {learning_rate / LOWER:g} first"
+            f"{config.learner.learning_rate:g}, to {lower_rate(config):g} first"
         )
 
 

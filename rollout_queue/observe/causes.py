@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from slipstream.protocol import reasons
-from slipstream.protocol.collapse import CAUSE, LOWER
+from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.config import RunConfig
+from slipstream.protocol.learning_rates import lower_rate
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.protocol.rollouts import UNKNOWN_TOOL
 from slipstream.protocol.status import FAILING, Cause, GroupCounts, Notice, Stall, WorkerStatus
@@ -336,14 +337,14 @@ def _update(facts: Facts) -> Iterator[Cause]:
     """Name the update that destroyed the policy."""
     rate, symptoms = facts.config.learner.learning_rate, facts.symptoms
     if symptoms.collapse is not None:
-        yield _cause(CAUSE, 1.0, symptoms.collapse.describe(rate))
+        yield _cause(CAUSE, 1.0, symptoms.collapse.describe(facts.config))
     elif (since := symptoms.sudden) is not None and facts.changes.fall is None and _worst([*_tools(facts)]) is None:
         norm = "" if (at := since.step.get("grad_norm")) is None else f", at a gradient norm of {at:.2g}"
         text = (
             f"since the update of step {since.step.get('step') or 0:g}, with a learning rate of {rate:g}{norm}, hardly "
             f"a group has rewards that differ, as {since.varied} of the {since.compared} before it had, and the reward "
             f"went from {since.step.get('reward') or 0.0:.3g} to {since.rewards / since.groups:.3g}: it has probably "
-            f"destroyed the policy. Lower learner.learning_rate = {rate:g}, to {rate / LOWER:g} first"
+            f"destroyed the policy. Lower learner.learning_rate = {rate:g}, to {lower_rate(facts.config):g} first"
         )
         yield _cause(CAUSE, 1.0, text)
 

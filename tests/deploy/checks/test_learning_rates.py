@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.checks.learning_rates import TABLE, find_unusual_rate, parameters_of, usual_rates
+from slipstream.deploy.checks.learning_rates import find_unusual_rate, parameters_of
 from slipstream.protocol.config import ModelSection
+from slipstream.protocol.learning_rates import TABLE, lower_rate, usual_rates
 from tests.kit import config
 
 DOCS = Path(__file__).parents[3] / "docs" / "training.md"
@@ -66,3 +67,20 @@ def test_the_table_of_the_docs_has_the_same_rates() -> None:
         adapter = usual_rates(row.parameters, adapter=True)
         assert f"| {row.lowest:.0e} to {row.highest:.0e} | {row.first:.0e} |".replace("e-0", "e-") in text, row
         assert f"| {adapter.first:.0e} |".replace("e-0", "e-") in text, adapter
+
+
+@pytest.mark.parametrize(
+    ("path", "rate", "rank", "lower"),
+    [
+        ("a/m-135M", 0.3, 0, 2e-5),
+        ("a/m-135M/", 2e-4, 0, 2e-5),
+        ("a/m-135M", 2e-3, 16, 2e-4),
+        ("a/m-1B", 0.02, 0, 2e-6),
+        ("a/m", 0.3, 0, 0.03),  # its size is not known
+    ],
+)
+def test_the_rate_after_one_that_destroyed_the_policy_is_usual_for_its_size(
+    path: str, rate: float, rank: int, lower: float
+) -> None:
+    run = config(model={"path": path}, learner={"learning_rate": rate}, lora={"r": rank})
+    assert lower_rate(run) == pytest.approx(lower)

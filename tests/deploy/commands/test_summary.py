@@ -157,13 +157,36 @@ def test_a_run_that_was_stopped_for_an_hour_is_no_clock_that_was_set(night: Nigh
 
 
 def test_a_crash_that_cost_steps(night: Night) -> None:
+    """The second of two starts is the one that made steps."""
+    night.at += 40
+    night.up_since = night.at
+    night.goes_on(30, steps=False)
     night.at += 40
     night.session, night.step, night.resumed, night.up_since = 2, 25, 25, night.at
     night.goes_on(50)
     lines = shown(night.summary())
-    assert any(re.search(r"the queue: ended, and was started again, 4\d s", line) for line in lines)
-    (line,) = [line for line in lines if line.startswith("the learner: ended")]
-    assert re.match(r"the learner: ended after step (29|30), and continued from step 25, 4\d s, [45] steps made", line)
+    (line,) = [line for line in lines if line.startswith("the run: ")]
+    assert re.match(r"the run: was stopped, and continued, 2 times, .* [45] steps made again", line)
+    assert not [line for line in lines if line.startswith(("the queue", "the learner: ended"))]
+    assert night.summary().lost_s > 40
+
+
+def test_a_server_that_ended_and_joined_again_is_told(night: Night) -> None:
+    night.out("vllm-1", ServerState.JOINING, "it does not answer yet")
+    night.goes_on(20)
+    night.back("vllm-1")
+    night.goes_on(20)
+    (line,) = [line for line in shown(night.summary()) if line.startswith("server vllm-1")]
+    assert re.match(r"server vllm-1: joining: it does not answer yet, (1\d|20) s", line)
+
+
+def test_a_server_that_starts_with_the_run_is_not_told(night: Night) -> None:
+    night.out("vllm-1", ServerState.JOINING, None)
+    night.session, night.up_since = 2, night.at
+    night.goes_on(20)
+    night.back("vllm-1")
+    night.goes_on(20)
+    assert not [line for line in shown(night.summary()) if line.startswith("server vllm-1")]
 
 
 def test_a_resume_is_told_from_its_step_when_it_is_seen_after_later_ones(night: Night) -> None:

@@ -42,14 +42,25 @@ from slipstream.protocol.config.sections import (
 # "auto" of worker.open_episodes: episodes for each slot, within this many bytes.
 _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
 
-# Settings that users may look for under TRL's name. slipstream/trl/fields.py has all of them, but may not be imported
-# here.
-TRL_NAMES = {
+# Settings that users may look for under another name: TRL's, transformers' or vLLM's. slipstream/trl/fields.py has all
+# of TRL's, but may not be imported here.
+OTHER_NAMES = {
     "beta": "learner.kl_coef",
     "epsilon": "learner.clip_low",
     "epsilon_high": "learner.clip_high",
+    "gpu_memory_utilization": "vllm.args",
     "loss_type": "learner.algorithm",
+    "lr": "learner.learning_rate",
+    "max_completion_length": "rollout.max_turn_tokens",
+    "max_new_tokens": "rollout.max_turn_tokens",
+    "max_steps": "learner.steps",
+    "max_tokens": "rollout.max_turn_tokens",
+    "model.name": "model.path",
+    "model_name_or_path": "model.path",
     "num_generations": "rollout.group_size",
+    "num_train_epochs": "learner.epochs",
+    "save_steps": "learner.checkpoint_every",
+    "tensor_parallel_size": "vllm.args",
 }
 
 

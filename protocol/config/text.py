@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slipstream.protocol.config.schema import TRL_NAMES, RunConfig
+from slipstream.protocol.config.schema import OTHER_NAMES, RunConfig
 from slipstream.protocol.config.sections.algorithm import AlgorithmSection
 from slipstream.protocol.config.sections.base import toml_value  # re-exported
 
@@ -149,10 +149,15 @@ def settings() -> list[str]:
     return [f"{section}.{key}" for section, table in SECTIONS.items() for key in table.model_fields]
 
 
-def named(key: str) -> list[str]:
-    """Return the settings called `key` in any section, or by TRL, as section.key."""
-    own = [name for name in settings() if name.endswith(f".{key}")]
-    return own or [ours for name, ours in TRL_NAMES.items() if name == key]
+def named(name: str) -> list[str]:
+    """Return the settings that someone may mean by a name, with or without a section, as section.key: it is called so
+    in another section, by TRL, transformers or vLLM, or hyphens stand in it."""
+    name = name.replace("-", "_")
+    key = name.rpartition(".")[2]
+    meant = OTHER_NAMES.get(name, OTHER_NAMES.get(key))
+    own = [setting for setting in settings() if setting == name]
+    own = own or ([] if meant else [setting for setting in settings() if setting.endswith(f".{key}")])
+    return own or ([meant] if meant else [])
 
 
 def _explain_one(fault: ErrorDetails, path: str, overridden: Collection[tuple[str, str]], overrider: str) -> str:
@@ -175,7 +180,7 @@ def _explain_one(fault: ErrorDetails, path: str, overridden: Collection[tuple[st
     if not key:
         return f"{source}: {section} = {_shown('', fault['input'])}: must be a table, written [{section}]"
     if field is None:
-        elsewhere = " or ".join(named(key))
+        elsewhere = " or ".join(named(f"{section}.{key}"))
         close = nearest(key, table.model_fields)
         meant = elsewhere or (close and f"{section}.{close}")
         hint = f"did you mean {meant}?" if meant else f"[{section}] has: {', '.join(table.model_fields)}"

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
 from slipstream.protocol.config.checks import READERS, find_algorithm_warnings
-from slipstream.protocol.config.schema import TRL_NAMES
+from slipstream.protocol.config.schema import OTHER_NAMES
 from slipstream.protocol.config.sections.base import toml_value
 from slipstream.protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 from slipstream.trl.fields import FIELDS as FIELDS_OF_TRL
@@ -112,10 +112,12 @@ def test_a_misspelt_preset_is_told_which_was_meant(tmp_path: Path, value: str, m
     assert "did you mean" not in refusal(tmp_path, 'algorithm = "adam"')
 
 
-@pytest.mark.parametrize(("name", "ours"), TRL_NAMES.items())
-def test_a_setting_by_its_name_in_trl_is_told_ours(tmp_path: Path, name: str, ours: str) -> None:
-    assert f"`{ours}`" in FIELDS_OF_TRL[name].here
-    for arguments in ([f"--learner.{name}", "1"], [f"--{name}", "1"]):
+@pytest.mark.parametrize(("name", "ours"), OTHER_NAMES.items())
+def test_a_setting_by_its_name_elsewhere_is_told_ours(tmp_path: Path, name: str, ours: str) -> None:
+    if name in FIELDS_OF_TRL:
+        assert f"`{ours}`" in FIELDS_OF_TRL[name].here
+    words = [f"--{name}"] if "." in name else [f"--learner.{name}", f"--{name}", f"--{name.replace('_', '-')}"]
+    for arguments in ([word, "1"] for word in words):
         with pytest.raises(ConfigError, match=rf"did you mean (--)?{ours}\?"):
             load(run_file(tmp_path), arguments)
 

@@ -113,10 +113,15 @@ async def read_evaluations(broker: Broker, wait_s: float) -> list[Evaluation]:
 
     Args:
         wait_s: While an evaluation is open, wait up to this many seconds for one to end.
+
+    Raises:
+        Refusal: GAVE_UP to a wait once the run is given up.
     """
     ended = broker.evaluations_ended.listen()
     if wait_s > 0 and broker.ledger.evaluations.open and not broker.closing:
+        broker.early_failures.check_not_given_up()
         await wait(ended, min(wait_s, MAX_WAIT_S))
+        broker.early_failures.check_not_given_up()
     return await _read_evaluations(broker)
 
 

@@ -10,6 +10,7 @@ import pytest
 from slipstream.protocol import access, codec, reasons
 from slipstream.protocol.client import QueueClient, QueueError, QueueRefused
 from slipstream.protocol.messages import BeginSession, LeaseRequest, Notice, TicketFailure, TicketRequest, WorkerReport
+from slipstream.protocol.status import EvaluationRequest
 from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
 from slipstream.rollout_queue.observe.early_failure import EarlyFailureCheck
 from slipstream.rollout_queue.store.sqlite import SqliteStore
@@ -127,8 +128,10 @@ def test_0_never_gives_up() -> None:
 
 
 async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> None:
-    async with serving(config(rollout={"give_up_after": 2})) as queue, QueueClient(queue.url) as client:
-        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+    settings = config(rollout={"give_up_after": 2}, eval={"at_end": True})
+    async with serving(settings) as queue, QueueClient(queue.url) as client:
+        session = (await client.begin_session(BeginSession(0, 0, 100, resume=False))).session
+        await client.evaluate(EvaluationRequest(session, 5, 5, None, 1, None, timeout_s=1000.0))
         await serve_version(client, 0)
         await client.heartbeat(WorkerReport("w", [], notices=[Notice("reward", "accuracy: boom in task.py:3")]))
         tickets = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
@@ -136,15 +139,18 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
         await client.tickets(TicketRequest("w", 100, wait_s=0.0))
         leasing = asyncio.create_task(client.lease(LeaseRequest(1, "l", 2, wait_s=30.0)))
         asking = asyncio.create_task(client.call("POST", access.TICKETS, TicketRequest("v", 1, wait_s=30.0)))
+        evaluating = asyncio.create_task(client.evaluations(wait_s=30.0))
         await asyncio.sleep(0.05)
         bad = group(tickets[1])
         bad.rollouts[0].reward = float("nan")
         with pytest.raises(QueueRefused):
             await client.submit(bad)
         async with asyncio.timeout(5.0):
-            for waiting in (leasing, asking):
+            for waiting in (leasing, asking, evaluating):
                 with pytest.raises(QueueError, match="the first 2 groups failed"):
                     await waiting
+        with pytest.raises(QueueError, match="the first 2 groups failed"):
+            await client.evaluations(wait_s=30.0)
         status = await client.status()
         assert "accuracy: boom in task.py:3" in (status.gave_up or "")
         assert b"slipstream_gave_up 1.0" in await client.call("GET", access.METRICS)

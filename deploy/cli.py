@@ -5,7 +5,6 @@ Heavy packages are imported inside the commands, so that each process loads only
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import msgspec
 import typer
 
 from slipstream.deploy.clusters.roles import check_release
@@ -353,8 +353,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
             config = load(run_file, context.args, needs=EVERYTHING)
             access.hide_token()
             checked = check_run(config, resume)
-            print_findings(checked.findings)
-            answer.write(json.dumps({"rows": checked.rows, "episode_tokens": checked.episode_tokens}))
+            answer.write(msgspec.json.encode(checked).decode())
         except ConfigError as error:
             answer.write(str(error))
             code = 2

@@ -30,7 +30,7 @@ from slipstream.protocol.checkpoints import Best
 from slipstream.protocol.client import QueueError
 from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.config import LearnerSection, RunConfig
-from slipstream.protocol.learning_rates import lower_rate
+from slipstream.protocol.config.learning_rates import lower_rate
 from slipstream.protocol.messages import RunPosition
 
 # A checkpoint may take this many times as long as the one before.

@@ -12,7 +12,7 @@ from slipstream.learner.report.records import StepRecord
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol.collapse import CAUSE, WINDOW_STEPS, Row, find_collapse
 from slipstream.protocol.config import RunConfig
-from slipstream.protocol.learning_rates import lower_rate
+from slipstream.protocol.config.learning_rates import lower_rate
 from slipstream.protocol.status import Status
 
 
@@ -46,7 +46,7 @@ class CollapseWatch:
             return
         self._rows.append(record.flat())
         if (found := find_collapse([*self._rows])) is not None:
-            text = found.describe(self._config)
+            text = found.describe(self._config.learner.learning_rate, lower_rate(self._config))
             raise PolicyDestroyed(found.step, f"step {record.step}: {text}")
 
     def waiting(self, status: Status) -> PolicyDestroyed | None:

@@ -22,9 +22,6 @@ from statistics import median
 
 import msgspec
 
-from slipstream.protocol.config import RunConfig
-from slipstream.protocol.learning_rates import lower_rate
-
 # Steps that are looked at, the newest among them.
 WINDOW_STEPS = 12
 
@@ -68,13 +65,13 @@ class Collapse(msgspec.Struct, frozen=True):
     grad_norm: float | None
     why: str
 
-    def describe(self, config: RunConfig) -> str:
-        """Describe it, with the remedy."""
+    def describe(self, learning_rate: float, lower: float) -> str:
+        """Describe it, with the remedy: the setting's value, and a lower one."""
         norm = "" if self.grad_norm is None else f", at a gradient norm of {self.grad_norm:.2g}"
         rate = "" if self.learning_rate is None else f", with a learning rate of {self.learning_rate:g}{norm}"
         return (
             f"the update of step {self.step} destroyed the policy{rate}: {self.why}. Lower learner.learning_rate = "
-            f"{config.learner.learning_rate:g}, to {lower_rate(config):g} first"
+            f"{learning_rate:g}, to {lower:g} first"
         )
 
 

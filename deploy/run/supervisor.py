@@ -41,6 +41,9 @@ from slipstream.protocol.config import ConfigError, Finding, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
+# A server holds nothing to save, and one whose engine has ended as it loaded never ends by itself.
+SERVERS_GRACE_S = 5.0
+
 # For a process to close its files after a second Ctrl-C.
 GIVEN_UP_GRACE_S = 1.0
 
@@ -135,7 +138,9 @@ async def _under_signals(
         if signalled.done() and signalled.result() == signal.SIGINT:
             await _first_of(children.interrupt(learners()), limited.wait())
         await children.end(learners())
-        await children.end(list(children.living))
+        servers = [child for child in children.living if child.program.role == "vllm"]
+        others = [child for child in children.living if child not in servers]
+        await asyncio.gather(children.end(servers, min(SERVERS_GRACE_S, children.grace_s)), children.end(others))
 
     with Terminal() as terminal, _handlers(note, children.reap, terminal.resize), children:
         working = asyncio.create_task(work(children, terminal))

@@ -133,6 +133,14 @@ def test_what_ignores_sigterm_is_killed_after_the_grace(stage: Stage) -> None:
     until(lambda: not stage.alive())
 
 
+def test_a_server_holds_nothing_to_save_and_gets_no_long_grace(stage: Stage) -> None:
+    stage.play(vllm=STUBBORN)
+    process = stage.start("--deploy.grace_s", "60")
+    until(lambda: len(stage.children()) == 4)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+
+
 def test_an_impatient_second_ctrl_c_leaves_nothing_behind(stage: Stage) -> None:
     stage.play(vllm=STUBBORN)
     process = stage.start()

@@ -99,7 +99,7 @@ def _chat(config: RunConfig) -> str:
     except ConfigError as error:
         # With a task, its line has the remedy if there are tools.
         why = str(error).partition("; ")[0] if config.task.path else str(error)
-        return f"{found}{_changes(plain)}; without tools: {why}"
+        return f"{found}, without tools{_changes(plain)}; not with tools: {why}"
     in_prompt = " in the prompt" if config.chat.tools == "prompt" else ""
     return f"{found}; with and without tools{in_prompt}{_changes(chat)}"
 

@@ -52,6 +52,7 @@ from benchmarks.queue_load import (
 from benchmarks.queue_process import ECHOS, ROOT, Program, Settings, echo, queue
 from slipstream.protocol import access, codec
 from slipstream.protocol.client import QueueClient
+from slipstream.protocol.config.sections.processes import STORES
 from slipstream.protocol.messages import Group, LeaseRequest, TicketRequest
 
 RUN_NAME = "cost"
@@ -296,7 +297,6 @@ def quantile_ms(seconds: list[float], share: float) -> float:
 
 
 MODES = {"cycle": measure_cycle, "scale": measure_scale, "memory": measure_memory, "page": measure_page}
-STORES = (":memory:", "sqlite", "postgresql")
 
 
 def main() -> None:

@@ -60,10 +60,10 @@ class Start:
 
 
 class Tracker:
-    """A tracker that accelerate has a class for.
+    """A tracker, with a class of accelerate's interface.
 
     Attributes:
-        name: Its name in `tracking.report_to`, which is accelerate's.
+        name: Its name in `tracking.report_to`, which is accelerate's where accelerate has it.
         packages: The packages that provide it, any of which will do.
         is_extra: Whether Slipstream has an extra of this name that installs it.
         replaces_steps: Whether it can replace the steps that a resumed run makes again. The others keep the first value
@@ -94,19 +94,25 @@ class Tracker:
         return None
 
     def arguments(self, start: Start) -> dict[str, Any]:
-        """Return the arguments of accelerate's class."""
+        """Return the arguments of the class to start."""
         raise NotImplementedError
+
+    def kind(self) -> type[GeneralTracker]:
+        """Return the class to start: accelerate's, or one of its interface for a tracker that accelerate lacks."""
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        found: type[GeneralTracker] = LOGGER_TYPE_TO_CLASS[self.name]
+        return found
 
     def start(self, start: Start) -> GeneralTracker:
         """Start the tracker; it can then be sent steps. Raises whatever the tracker's library raises."""
         from accelerate import PartialState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         PartialState()  # accelerate's trackers ask for this state; the learner has made it already.
         # Trackers use matplotlib's Figure if matplotlib is loaded. While the curve's thread imports it, Figure is
         # missing, and trackio then drops all metrics of the step.
         import_module("matplotlib.figure")
-        made: GeneralTracker = LOGGER_TYPE_TO_CLASS[self.name](**{**self.arguments(start), **start.options})
+        made = self.kind()(**{**self.arguments(start), **start.options})
         made.start()
         return made
 

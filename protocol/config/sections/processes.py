@@ -33,6 +33,8 @@ def _checked_urls(value: str) -> str:
 QueueUrl = Annotated[str, AfterValidator(_checked_urls)]
 
 STORES = ("sqlite", ":memory:", "postgresql")
+# Those that are written by their name; the other by a URL.
+_NAMED_STORES = tuple(name for name in STORES if name != "postgresql")
 
 # A login ends at the last @, so that none of a password is left that should have been percent-encoded.
 _POSTGRES = re.compile(r"postgres(?:ql)?://(?:(?P<login>.*)@)?(?P<rest>[^?@]*)(?:\?(?P<query>[^@]*))?")
@@ -52,10 +54,10 @@ class StoreName(str):
         if isinstance(value, cls):
             return value
         password = None
-        if value not in STORES[:2]:
+        if value not in _NAMED_STORES:
             found = _POSTGRES.fullmatch(value)
             if found is None:
-                raise ValueError(f"must be {', '.join(map(repr, STORES[:2]))} or a URL postgresql://host/database")
+                raise ValueError(f"must be {', '.join(map(repr, _NAMED_STORES))} or a URL postgresql://host/database")
             user, colon, given = (found["login"] or "").partition(":")
             query = parse_qsl(found["query"] or "", keep_blank_values=True)
             password = unquote(given) if colon else dict(query).get("password")
@@ -172,7 +174,7 @@ class QueueSection(Section):
 
     @property
     def store_kind(self) -> str:
-        """Which of the stores it is: `sqlite`, `:memory:` or `postgresql`."""
+        """Which of `STORES` it is."""
         return self.store.partition("://")[0]
 
     @property

@@ -20,6 +20,8 @@ def group(rewards: np.ndarray) -> StepRollouts:
     return StepRollouts.of(rewards, np.zeros(len(rewards), dtype=np.int64), np.full(len(rewards), 3))
 
 
+# Those that grow with the rewards; of the others a scale divides out.
+GROW = ("dr_grpo", "rloo")
 WILD_REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=16).map(np.array)
 # Apart by more than the rounding of their mean.
 REWARDS = st.lists(st.integers(-1000, 1000), min_size=1, max_size=16).map(lambda values: np.array(values) / 100)
@@ -103,7 +105,7 @@ def test_a_scale_of_all_rewards_divides_out_or_stays(
     kind = advantage.section.advantage
     exact = advantages.build(LearnerSection(advantage=kind, advantage_epsilon=1e-8))
     straight, scaled = exact(step(groups)), exact(step(groups, scale))
-    expected = straight * (scale if kind in ("dr_grpo", "rloo") else 1.0)
+    expected = straight * (scale if kind in GROW else 1.0)
     np.testing.assert_allclose(scaled, expected, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 

@@ -45,7 +45,7 @@ model=$example/${model/%seed-0/seed-$seed}
 if [ ! -e "$model/config.json" ]; then
   echo "example: making the model in $model, once, in about a minute: a tiny policy is trained, a pretrained model" \
     "downloaded and converted; more where the machine is busy" >&2
-  python "$example/build_model.py" --out "$model" --seed "$seed"
+  TQDM_DISABLE=1 python "$example/build_model.py" --out "$model" --seed "$seed"
 fi
 run=runs/$(sed -n '/^\[run\]/,/^\[/s/^name = "\(.*\)"/\1/p' "$example/run.toml")
 if [ ${#resume[@]} -eq 0 ] && [ -e "$run" ]; then

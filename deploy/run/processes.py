@@ -153,6 +153,14 @@ def typed() -> str:
     return shlex.join(["python", program, *arguments])
 
 
+def resumes() -> str:
+    """Return what continues the run: the whole command where a person typed one of ours."""
+    command = typed()
+    if not command.startswith("slipstream "):
+        return "--resume"
+    return command if "--resume" in command.split() else f"{command} --resume"
+
+
 def _resume(resume: bool) -> list[str]:
     return ["--resume"] if resume else []
 

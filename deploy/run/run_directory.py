@@ -61,16 +61,14 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
         )
 
 
-def to_go_on(config: RunConfig) -> str:
-    """Say what to do after the learner has failed."""
+def to_go_on(config: RunConfig, resume: str) -> str:
+    """Say what to do after the learner has failed. `resume`: what continues the run."""
     if has_checkpoint(config):
-        return "continue from its newest checkpoint with --resume"
+        return f"continue from its newest checkpoint with {resume}"
     if _steps(config) and config.learner.script is not None:
-        return (
-            "mend it and start again with --resume: it continues from the checkpoint whose step it gives to join(step=)"
-        )
+        return f"mend it and start again with {resume}: it continues from the step that it gives to join(step=)"
     if _steps(config):
-        return "it made no checkpoint: begin again at its first step with --resume"
+        return f"it made no checkpoint: begin again at its first step with {resume}"
     return "fix it and start again: it made no step, so the run's name is free"
 
 

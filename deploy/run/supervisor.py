@@ -23,7 +23,7 @@ import msgspec
 from slipstream.deploy.run import run_directory
 from slipstream.deploy.run.engine import Engine, ThisMachine
 from slipstream.deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
-from slipstream.deploy.run.processes import Child, Children, describe_end, preflight_program
+from slipstream.deploy.run.processes import Child, Children, describe_end, preflight_program, resumes
 from slipstream.deploy.run.run_directory import (
     check_unused,
     clear,
@@ -82,7 +82,7 @@ def supervise(config: RunConfig, resume: bool = False, engine: Engine | None = N
             terminal.say(f"run directory {run_file.parent}, page at {url}/, status at {url}{access.STATUS}")
             if checked.rows is not None and config.learner.epochs is not None:
                 terminal.say(run_directory.describe_steps(config, checked.rows))
-            policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
+            policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config, resumes()))
             keeper = ProcessKeeper(counted, children, policy, run_file.parent / "logs", terminal)
             await keeper.keep(place.programs(counted, run_file, resume))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -68,9 +69,12 @@ def test_a_log_without_end_is_kept_short_and_told_once(stage: Stage) -> None:
 def test_resume_is_advised_where_the_learner_left_a_checkpoint(stage: Stage, run_file: Path) -> None:
     stage.play(learner="exit 3")
     save_checkpoint(run_file)
+    told = stage.run("--resume").stderr
     assert (
-        "learner ended with code 3; continue from its newest checkpoint with --resume" in stage.run("--resume").stderr
+        f"learner ended with code 3; continue from its newest checkpoint with slipstream up {shlex.quote(str(run_file))} "
+        in told
     )
+    assert told.count(" --resume") == 1
 
 
 def test_what_a_start_without_a_step_left_is_moved_aside_and_told(stage: Stage) -> None:

@@ -86,13 +86,13 @@ def test_a_store_that_has_lost_its_run_is_no_start_that_made_no_step(run_file: P
 def test_resume_is_advised_only_where_there_is_something_to_resume(
     run_file: Path, store: int | None, checkpoint: bool, says: str
 ) -> None:
-    assert run_directory.to_go_on(holding(run_file, store=store, checkpoint=checkpoint)) == says
+    assert run_directory.to_go_on(holding(run_file, store=store, checkpoint=checkpoint), "--resume") == says
 
 
 def test_after_a_trainer_of_the_users_own_the_step_of_its_own_checkpoint_is_named(run_file: Path) -> None:
     config = holding(run_file, store=7)
     own = config.model_copy(update={"learner": config.learner.model_copy(update={"script": "train.py"})})
-    assert run_directory.to_go_on(own).endswith("from the checkpoint whose step it gives to join(step=)")
+    assert run_directory.to_go_on(own, "--resume").endswith("from the step that it gives to join(step=)")
     with pytest.raises(
         ConfigError, match=r"a run of 7 steps; continue from your script's own checkpoint by --resume, or"
     ):

@@ -70,10 +70,8 @@ def test_resume_is_advised_where_the_learner_left_a_checkpoint(stage: Stage, run
     stage.play(learner="exit 3")
     save_checkpoint(run_file)
     told = stage.run("--resume").stderr
-    assert (
-        f"learner ended with code 3; continue from its newest checkpoint with slipstream up {shlex.quote(str(run_file))} "
-        in told
-    )
+    command = f"slipstream up {shlex.quote(str(run_file))} "
+    assert f"learner ended with code 3; continue from its newest checkpoint with {command}" in told
     assert told.count(" --resume") == 1
 
 

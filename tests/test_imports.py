@@ -152,12 +152,17 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
+@cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def imports(tree: ast.Module, file: Path) -> Iterator[Use]:
     """Every import at any depth, in a function or under TYPE_CHECKING too, and every `import_module("...")`.
 
     Modules are named by their place: `learner.loop` for `slipstream.learner.loop`.
     """
-    for node in ast.walk(tree):
+    for node in walk(tree):
         yield from (Use(place, name_of_folder(what)) for place, what in imported_names(node, file))
 
 
@@ -200,7 +205,7 @@ def folder_of(module: str) -> str:
 
 def own_imports(tree: ast.Module, package: str) -> set[str]:
     """Modules of `package` that a file imports, at any depth; not the package, whose `__init__` holds no code."""
-    return {name for name in imported_modules(ast.walk(tree)) if name.startswith(f"{package}.")}
+    return {name for name in imported_modules(walk(tree)) if name.startswith(f"{package}.")}
 
 
 def imports_when_loaded(tree: ast.Module) -> set[str]:
@@ -278,7 +283,7 @@ def forbidden_imports(tree: ast.Module, file: Path, package: str) -> list[Use]:
 def pickling(tree: ast.Module, file: Path) -> Iterator[Use]:
     """Imports of picklers, and calls that pickle unless an argument forbids it."""
     yield from (use for use in imports(tree, file) if use.what.split(".")[0] in PICKLERS)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if not isinstance(node, ast.Call):
             continue
         given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
@@ -458,7 +463,7 @@ def test_slipstream_is_the_only_name_that_is_imported_and_installed() -> None:
         use
         for folder in (*MAY_IMPORT, "tests", "benchmarks", "examples", "docs")
         for file in sources(folder)
-        for node in ast.walk(tree_of(file))
+        for node in walk(tree_of(file))
         for use in imported_names(node, file)
         if use.what.split(".")[0] in LINKED
     ]

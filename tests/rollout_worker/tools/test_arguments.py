@@ -230,6 +230,24 @@ def test_null_for_a_parameter_with_a_default_leaves_the_default() -> None:
         Parameters({"properties": {"n": INT}, "required": ["n"]}, strict=True).fit({"n": None})
 
 
+def test_a_required_argument_that_may_be_null_is_null_where_a_table_lost_it() -> None:
+    schema = {"properties": {"city": TEXT, "unit": {"type": ["string", "null"]}, "day": TEXT}}
+    parameters = Parameters({**schema, "required": ["city", "unit", "day"]}, strict=True)
+    assert parameters.without_nulls({"city": "Rome"}) == {"city": "Rome", "unit": None}
+
+
+@pytest.mark.parametrize(
+    "shape", [{"kind": "box", "label": None, "r": None}, {"kind": "box"}, {"kind": "disc", "r": 1}]
+)
+def test_nulls_of_a_union_are_those_of_the_part_that_the_value_fits(shape: dict[str, Any]) -> None:
+    disc = {"type": "object", "properties": {"kind": {"const": "disc"}, "r": INT}, "required": ["kind", "r"]}
+    label = {"type": ["string", "null"]}
+    box = {"type": "object", "properties": {"kind": {"const": "box"}, "label": label}, "required": ["kind", "label"]}
+    parameters = Parameters({"properties": {"shape": {"anyOf": [disc, box]}}}, strict=True)
+    kept = {"kind": "box", "label": None} if shape["kind"] == "box" else shape
+    assert parameters.without_nulls({"shape": shape}) == {"shape": kept}
+
+
 @pytest.mark.parametrize(
     ("values", "kept"),
     [

@@ -227,10 +227,9 @@ class Parameters:
             return value
         branches = [resolved(branch, self._schema) for branch in schema.get("anyOf") or schema.get("oneOf") or ()]
         branches = [branch for branch in branches if allows(types_of(branch) or set(), value)]
-        kept = [self._without_nulls(value, branch) for branch in branches]
-        if kept:
-            return next(
-                (each for each, branch in zip(kept, branches, strict=True) if self._takes(each, branch)), kept[0]
+        if branches:
+            return self._without_nulls(
+                value, next((each for each in branches if self._may_be(value, each)), branches[0])
             )
         if isinstance(value, list):
             return [self._without_nulls(each, schema.get("items", True)) for each in value]
@@ -243,6 +242,18 @@ class Parameters:
             for name, each in {**value, **{name: value.get(name) for name in required}}.items()
             if each is not None or self._takes(None, parts[name])
         }
+
+    def _may_be(self, value: Any, schema: dict[str, Any]) -> bool:
+        """Return whether the fields of an object that are neither null nor nested are those of `schema`."""
+        if not isinstance(value, Mapping) or (properties := schema.get("properties")) is None:
+            return True
+        others = schema.get("additionalProperties", False)
+        fields = {name: each for name, each in value.items() if each is not None}
+        return all(
+            self._takes(each, properties.get(name, others))
+            for name, each in fields.items()
+            if name not in properties or not isinstance(each, Mapping | list)
+        )
 
     def _takes(self, value: Any, schema: Any) -> bool:
         _steps.left = _STEPS_AT_LEAST

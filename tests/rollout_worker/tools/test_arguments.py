@@ -248,6 +248,19 @@ def test_nulls_of_a_union_are_those_of_the_part_that_the_value_fits(shape: dict[
     assert parameters.without_nulls({"shape": shape}) == {"shape": kept}
 
 
+def test_nulls_of_a_union_in_itself_are_found_at_any_depth() -> None:
+    def part(kind: str) -> dict[str, Any]:
+        either = {"anyOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/node"}]}
+        return {"type": "object", "properties": {"kind": {"const": kind}, "child": either}}
+
+    schema = {"properties": part("node")["properties"], "$defs": {kind: part(kind) for kind in ("leaf", "node")}}
+    filled: dict[str, Any] = {"kind": "leaf", "other": None}
+    meant: dict[str, Any] = {"kind": "leaf"}
+    for _ in range(60):
+        filled, meant = {"kind": "node", "child": filled, "other": None}, {"kind": "node", "child": meant}
+    assert Parameters(schema, strict=True).without_nulls(filled) == meant
+
+
 @pytest.mark.parametrize(
     ("values", "kept"),
     [

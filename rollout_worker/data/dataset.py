@@ -70,16 +70,15 @@ def _rows_of(source: Any) -> Rows:
     if _is_table(source):
         if len(source) == 0:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
-        return Table(source, _is_of_datasets(source))
+        return Table(source, _fills_in_none(source))
     if isinstance(source, Iterator):
         raise ConfigError(
             f"Task(dataset=...) is a {type(source).__name__}, which can be read once only, and every worker and epoch "
             f"reads it again; give the function that makes it, or a list"
         )
     if isinstance(source, Iterable):
-        is_arrow = _is_of_datasets(source)
-        skip = _skipping(source) if is_arrow else None
-        return Stream(lambda epoch: _iteration(source, epoch), is_arrow, skip=skip)
+        skip = _skipping(source) if _is_of_datasets(source) else None
+        return Stream(lambda epoch: _iteration(source, epoch), _fills_in_none(source), skip=skip)
     if callable(source):
         return _rows_made_by(source)
     raise ConfigError(f"Task(dataset=...) is a {type(source).__name__}; give {_FORMS}")
@@ -122,6 +121,14 @@ def _is_of_datasets(source: Any) -> bool:
     """Return whether it is a data set of the `datasets` library, which has Arrow tables."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(source, library.Dataset | library.IterableDataset)
+
+
+def _fills_in_none(source: Any) -> bool:
+    """Return whether the calls in its prompts all have the same arguments, with None for missing ones.
+
+    They do in Arrow tables, except in columns of type Json.
+    """
+    return _is_of_datasets(source) and "Json(" not in repr((source.features or {}).get("prompt"))
 
 
 def _name(function: Any) -> str:

@@ -13,15 +13,18 @@ import numpy.typing as npt
 # Number of rows that a stream keeps. The indices of open tickets are never so far apart, even in the deepest queue.
 KEPT_ROWS = 4096
 
+# Fields of messages and calls whose own fields are known.
+_NESTED = ("content", "tool_calls", "function", "function_call")
+
 # Rows of a table that are read at once where many are needed.
 _BATCH = 1000
 
 
 def without_none(columns: Any, deep: bool) -> Any:
-    """Return a row's columns without each None that stands for a missing key of a message.
+    """Return a row's columns without each None that stands for a missing key of a message, its parts or its calls.
 
-    Files and Arrow tables fill up messages that differ in their keys. `deep`: inside of them too (tool calls), where an
-    Arrow table cannot tell None from a missing key.
+    Files and Arrow tables fill up messages that differ in their keys. `deep`: in arguments of calls too, where an Arrow
+    table cannot tell None from a missing key.
     """
     if not isinstance(columns, Mapping):
         raise TypeError(f"it is a {type(columns).__name__}, not a mapping of columns")
@@ -33,14 +36,25 @@ def without_none(columns: Any, deep: bool) -> Any:
 
 def _has_none(value: Any, deep: bool) -> bool:
     if isinstance(value, Mapping):
-        return any(entry is None or (deep and _has_none(entry, deep)) for entry in value.values())
-    return deep and isinstance(value, list) and any(_has_none(entry, deep) for entry in value)
+        return any(
+            entry is None or (not _is_data(key, entry, deep) and _has_none(entry, deep)) for key, entry in value.items()
+        )
+    return isinstance(value, list) and any(_has_none(entry, deep) for entry in value)
 
 
 def _without_none(value: Any, deep: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_none(entry, deep) if deep else entry for key, entry in value.items() if entry is not None}
-    return [_without_none(entry, deep) for entry in value] if deep and isinstance(value, list) else value
+        return {
+            key: entry if _is_data(key, entry, deep) else _without_none(entry, deep)
+            for key, entry in value.items()
+            if entry is not None
+        }
+    return [_without_none(entry, deep) for entry in value] if isinstance(value, list) else value
+
+
+def _is_data(key: Any, entry: Any, deep: bool) -> bool:
+    """Return whether an entry, such as a call's arguments or a tool's result, may hold None on purpose."""
+    return not deep and (key not in _NESTED or (key == "content" and isinstance(entry, Mapping)))
 
 
 class Row(NamedTuple):

@@ -212,10 +212,12 @@ class Parameters:
         return arguments
 
     def without_nulls(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of a data set's call without each null that the schema does not allow.
+        """Return arguments of a data set's call without each null that the schema does not allow, and with null for
+        each missing one that is required and may be null.
 
-        A table fills up calls that differ in their arguments with null. An argument that the schema does not name
-        counts as not allowed, unless the schema says that it takes others.
+        A table fills up calls that differ in their arguments with null, and where all nulls were taken out again, those
+        that were meant are missing. An argument that the schema does not name counts as not allowed, unless the schema
+        says that it takes others.
         """
         return self._without_nulls(values, self._schema)  # type: ignore[no-any-return]
 
@@ -223,26 +225,41 @@ class Parameters:
         schema = resolved(schema, self._schema)
         if not isinstance(schema, dict) or not isinstance(value, Mapping | list):
             return value
-        for branch in schema.get("anyOf") or schema.get("oneOf") or ():
-            branch = resolved(branch, self._schema)
-            if allows(types_of(branch) or set(), value):
-                return self._without_nulls(value, branch)
+        branches = [resolved(branch, self._schema) for branch in schema.get("anyOf") or schema.get("oneOf") or ()]
+        branches = [branch for branch in branches if allows(types_of(branch) or set(), value)]
+        if branches:
+            return self._without_nulls(
+                value, next((each for each in branches if self._may_be(value, each)), branches[0])
+            )
         if isinstance(value, list):
             return [self._without_nulls(each, schema.get("items", True)) for each in value]
         properties = schema.get("properties")
         others = schema.get("additionalProperties", properties is None)
-        parts = {name: (properties or {}).get(name, others) for name in value}
+        required = [name for name in schema.get("required", ()) if name in (properties or {})]
+        parts = {name: (properties or {}).get(name, others) for name in (*value, *required)}
         return {
             name: self._without_nulls(each, parts[name])
-            for name, each in value.items()
-            if each is not None or self._allows_null(parts[name])
+            for name, each in {**value, **{name: value.get(name) for name in required}}.items()
+            if each is not None or self._takes(None, parts[name])
         }
 
-    def _allows_null(self, schema: Any) -> bool:
+    def _may_be(self, value: Any, schema: dict[str, Any]) -> bool:
+        """Return whether the fields of an object that are neither null nor nested are those of `schema`."""
+        if not isinstance(value, Mapping) or (properties := schema.get("properties")) is None:
+            return True
+        others = schema.get("additionalProperties", False)
+        fields = {name: each for name, each in value.items() if each is not None}
+        return all(
+            self._takes(each, properties.get(name, others))
+            for name, each in fields.items()
+            if name not in properties or not isinstance(each, Mapping | list)
+        )
+
+    def _takes(self, value: Any, schema: Any) -> bool:
         _steps.left = _STEPS_AT_LEAST
         try:
-            return self._is_valid(None, schema)
-        except Exception:  # The schema may be unusable, such as a reference to nowhere. The null then stays.
+            return self._is_valid(value, schema)
+        except Exception:  # The schema may be unusable, such as a reference to nowhere. The value then stays.
             return True
 
     def _meant(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,8 @@ class McpTool:
             text = text or f"the MCP server {self._server.shown} says that the call failed, and not why"
             raise UserCodeError(text, "isError", None)
         if self.see is not None and any(part["type"] == "image" for part in parts):
-            return await asyncio.to_thread(self.see, [part for part in parts if part["type"] != _LEFT_OUT])
+            shown = [{"type": "text", "text": _note(part)} if part["type"] == _LEFT_OUT else part for part in parts]
+            return await asyncio.to_thread(self.see, shown)
         return _text_of(parts)
 
 
@@ -250,8 +251,10 @@ async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) 
                         tool.name,
                     )
                     continue
-                described = {"name": tool.name, "description": tool.description or ""}
-                schemas.append({"type": "function", "function": {**described, "parameters": tool.input_schema}})
+                described = {"name": tool.name, "description": tool.description or tool.title or ""}
+                schema = {"type": "function", "function": {**described, "parameters": tool.input_schema}}
+                if schema not in schemas:  # pages of some servers overlap
+                    schemas.append(schema)
             found.update(tool.name for tool in page.tools)
             if len(schemas) > MAX_TOOLS and not given.include:
                 raise ConfigError(
@@ -337,9 +340,9 @@ def _part_of(part: ContentBlock) -> dict[str, Any]:
         about = "".join(f", {value}" for value in (part.mime_type, part.description) if value)
         return {"type": "text", "text": encodable(f"{part.title or part.name}: {part.uri}{about}")}
     resource = getattr(part, "resource", part)
-    if isinstance(text := getattr(resource, "text", None), str):
-        return {"type": "text", "text": encodable(text)}
     uri = getattr(resource, "uri", None)
+    if isinstance(text := getattr(resource, "text", None), str):
+        return {"type": "text", "text": encodable(text or ("" if uri is None else f"(empty resource {uri})"))}
     return {"type": _LEFT_OUT, "text": part.type if uri is None else f"{part.type} {uri}"}
 
 
@@ -360,7 +363,7 @@ def _is_told(parts: Sequence[Mapping[str, Any]], structured: Mapping[str, Any]) 
     texts = [part["text"] for part in parts if part["type"] == "text"]
     same = [structured, structured["result"]] if set(structured) == {"result"} else [structured]
     read = [*map(_json_or_text, texts)]
-    return any(value in (*texts, *read, texts, read) for value in same)
+    return bool(texts) and any(value in (*texts, *read, texts, read) for value in same)
 
 
 def _json_or_text(text: str) -> Any:
@@ -376,5 +379,8 @@ def _text_of(parts: Sequence[Mapping[str, Any]]) -> str:
     Text parts are joined by newlines. Notes at the end name the parts that are not text and were left out.
     """
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    notes = [f"({part.get('text', 'image')} left out)" for part in parts if part["type"] != "text"]
-    return bounded("\n".join([*texts, *notes]))
+    return bounded("\n".join([*texts, *(_note(part) for part in parts if part["type"] != "text")]))
+
+
+def _note(part: Mapping[str, Any]) -> str:
+    return encodable(f"({part.get('text', 'image')} left out)")

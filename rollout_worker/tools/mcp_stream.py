@@ -2,6 +2,9 @@
 
 If the library dropped an answer, its call would wait for its whole time-out. In a message that the library cannot read,
 half characters are replaced. If it still cannot be read, it becomes an error that answers its call.
+
+The library refuses a whole list for one schema, and a whole result for its structured content. So schemas of results,
+which the policy is never shown, are left out, and what many servers write is brought into the protocol's form.
 """
 
 from __future__ import annotations
@@ -53,8 +56,10 @@ async def repaired(
 def repair(item: SessionMessage | Exception) -> SessionMessage | Exception:
     """Repair a message so that the library accepts it; return it unchanged if that is not possible."""
     from mcp.shared.message import SessionMessage
-    from mcp.types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+    from mcp.types import INTERNAL_ERROR, ErrorData, JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
 
+    if isinstance(item, SessionMessage) and isinstance(item.message, JSONRPCResponse):
+        _mend(item.message.result)
     if not isinstance(item, ValidationError):
         return item
     errors = item.errors(include_url=False, include_context=False)
@@ -63,8 +68,22 @@ def repair(item: SessionMessage | Exception) -> SessionMessage | Exception:
         if isinstance(line := errors[0]["input"], str):
             whole = json.loads(line)
             text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "replace")
-            return SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False))
+            return repair(SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False)))
     if not isinstance(whole, dict) or "method" in whole or not isinstance(id := whole.get("id"), int):
         return item
     told = ErrorData(code=INTERNAL_ERROR, message=f"its answer cannot be read: {errors[0]['msg']:.200}")
     return SessionMessage(JSONRPCError(jsonrpc="2.0", id=id, error=told))
+
+
+def _mend(result: dict[str, Any]) -> None:
+    """Bring a list of tools or a tool's result into the protocol's form, in place."""
+    tools = result.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict):
+            tool.pop("outputSchema", None)
+            if isinstance(schema := tool.get("inputSchema"), dict | None):
+                tool["inputSchema"] = {"type": "object", **(schema or {})}
+    if (structured := result.get("structuredContent")) is not None:
+        result.setdefault("content", [])
+        if not isinstance(structured, dict):
+            result["structuredContent"] = {"result": structured}

@@ -109,11 +109,11 @@ class ToolBox:
 
     def without_nulls(self, prompt: Any) -> Any:
         """Return a row's prompt without the nulls in its calls that the tools' schemas do not allow."""
-        if isinstance(prompt, str) or not any(message.get("tool_calls") for message in prompt):
+        if not isinstance(prompt, list):
             return prompt
         return [
             {**message, "tool_calls": [self._without_nulls(call) for call in calls]}
-            if isinstance(calls := message.get("tool_calls"), list)
+            if isinstance(message, Mapping) and isinstance(calls := message.get("tool_calls"), list)
             else message
             for message in prompt
         ]
@@ -125,7 +125,10 @@ class ToolBox:
         entry = self._tools.get(str(function.get("name")))
         if entry is None:
             return call
-        function = {**function, "arguments": entry.parameters.without_nulls(arguments)}
+        try:
+            function = {**function, "arguments": entry.parameters.without_nulls(arguments)}
+        except RecursionError:  # they are shown as they are, or refused
+            return call
         return {**call, "function": function} if call.get("function") else function
 
     def and_tools(self, tools: Sequence[Tool]) -> ToolBox:

@@ -78,8 +78,12 @@ def picture(data: str = "") -> list[Any]:
 
 
 @server.tool(structured_output=False)
-def files() -> list[Any]:
-    """A link to a resource, one with its text, and one with bytes."""
+def files(seen: bool = False) -> list[Any]:
+    """A link to a resource, one with its text, and one with bytes; or an image, sound and a resource without text."""
+    if seen:
+        sound = types.AudioContent(type="audio", data="AAAA", mime_type="audio/wav")
+        empty = types.TextResourceContents(uri="file:///scan.pdf", text="")
+        return [*picture(), sound, types.EmbeddedResource(type="resource", resource=empty)]
     link = types.ResourceLink(type="resource_link", name="report.csv", uri="file:///report.csv", mime_type="text/csv")
     text = types.TextResourceContents(uri="file:///notes.txt", text="the notes")
     data = types.BlobResourceContents(uri="file:///data.bin", blob="AAAA")
@@ -100,6 +104,9 @@ def paged() -> Server[Any]:
         tools = [types.Tool(name=f"tool_{page}", description="One.", input_schema=schema)]
         if page == 1:  # it breaks this promise
             tools[0].output_schema = {"type": "object", "required": ["promised"]}
+            tools[0].description, tools[0].title = None, "The second."
+        if "overlap" in sys.argv and page:
+            tools.insert(0, types.Tool(name="tool_0", description="One.", input_schema=schema))
         following = str(page + 1) if page < 2 else None
         if word := next((word for word in ("same", "ignored", "empty") if word in sys.argv), ""):
             tools[0].name = "tool_0"

@@ -355,6 +355,44 @@ def test_null_in_a_file_is_an_argument_but_no_key_of_a_message(tmp_path: Path) -
     ]
 
 
+def test_null_in_parts_and_calls_is_no_key_and_in_data_of_the_user_stays() -> None:
+    call = {"id": None, "function": {"name": "f", "arguments": {"limit": None}, "strict": None}}
+    parts = [{"type": "text", "text": "a", "image": None}, {"type": "image", "text": None, "image": "x.png"}]
+    prompt = [
+        {"role": "user", "content": parts, "function_call": {"name": None, "arguments": None}},
+        {"role": "assistant", "tool_calls": [call], "notes": {"checked": None}},
+        {"role": "tool", "content": {"found": None}},
+    ]
+    (shown,) = rows_of([{"prompt": prompt, "answer": None}])
+    assert shown["prompt"] == [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}],
+            "function_call": {},
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"limit": None}}}],
+            "notes": {"checked": None},
+        },
+        {"role": "tool", "content": {"found": None}},
+    ]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("only_calls", [False, True])
+def test_null_in_a_column_of_json_is_an_argument(is_streamed: bool, only_calls: bool) -> None:
+    """Such a column keeps each object as it was, so no table has filled it up."""
+    calls = [{"function": {"name": name, "arguments": {name: None}}} for name in ("limit", "unit")]
+    rows = [{"prompt": [{"role": "assistant", "tool_calls": [call]}], "answer": "4"} for call in calls]
+    message = {"role": datasets.Value("string"), "tool_calls": datasets.List(datasets.Json())}
+    prompts = datasets.List(message if only_calls else datasets.Json())
+    features = datasets.Features({"prompt": prompts, "answer": datasets.Value("string")})
+    table = datasets.Dataset.from_list(rows, features=features)
+    made = task_of(table.to_iterable_dataset() if is_streamed else table)
+    assert [dict(made.row_for(index, 0).columns) for index in (0, 1)] == rows
+
+
 class Counting:
     """An iterable that notes each row that it gives, as (iteration, number)."""
 

@@ -230,6 +230,37 @@ def test_null_for_a_parameter_with_a_default_leaves_the_default() -> None:
         Parameters({"properties": {"n": INT}, "required": ["n"]}, strict=True).fit({"n": None})
 
 
+def test_a_required_argument_that_may_be_null_is_null_where_a_table_lost_it() -> None:
+    schema = {"properties": {"city": TEXT, "unit": {"type": ["string", "null"]}, "day": TEXT}}
+    parameters = Parameters({**schema, "required": ["city", "unit", "day"]}, strict=True)
+    assert parameters.without_nulls({"city": "Rome"}) == {"city": "Rome", "unit": None}
+
+
+@pytest.mark.parametrize(
+    "shape", [{"kind": "box", "label": None, "r": None}, {"kind": "box"}, {"kind": "disc", "r": 1}]
+)
+def test_nulls_of_a_union_are_those_of_the_part_that_the_value_fits(shape: dict[str, Any]) -> None:
+    disc = {"type": "object", "properties": {"kind": {"const": "disc"}, "r": INT}, "required": ["kind", "r"]}
+    label = {"type": ["string", "null"]}
+    box = {"type": "object", "properties": {"kind": {"const": "box"}, "label": label}, "required": ["kind", "label"]}
+    parameters = Parameters({"properties": {"shape": {"anyOf": [disc, box]}}}, strict=True)
+    kept = {"kind": "box", "label": None} if shape["kind"] == "box" else shape
+    assert parameters.without_nulls({"shape": shape}) == {"shape": kept}
+
+
+def test_nulls_of_a_union_in_itself_are_found_at_any_depth() -> None:
+    def part(kind: str) -> dict[str, Any]:
+        either = {"anyOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/node"}]}
+        return {"type": "object", "properties": {"kind": {"const": kind}, "child": either}}
+
+    schema = {"properties": part("node")["properties"], "$defs": {kind: part(kind) for kind in ("leaf", "node")}}
+    filled: dict[str, Any] = {"kind": "leaf", "other": None}
+    meant: dict[str, Any] = {"kind": "leaf"}
+    for _ in range(60):
+        filled, meant = {"kind": "node", "child": filled, "other": None}, {"kind": "node", "child": meant}
+    assert Parameters(schema, strict=True).without_nulls(filled) == meant
+
+
 @pytest.mark.parametrize(
     ("values", "kept"),
     [

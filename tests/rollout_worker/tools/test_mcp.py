@@ -126,6 +126,13 @@ async def test_a_policy_that_sees_gets_a_server_s_images(tmp_path):
         assert text == {"type": "text", "text": "a cat"}
         assert (picture["type"], picture["image"].size) == ("image", (32, 24))
         PIL.Image.new("RGB", (8, 8)).save(tmp_path / "mine.png")
+        shown = (await one(box, "files", seen=True)).content
+        assert [part.get("text", part["type"]) for part in shown] == [
+            "a cat",
+            "image",
+            "(audio left out)",
+            "(empty resource file:///scan.pdf)",
+        ]
         assert "it is damaged" in (await one(box, "picture", data=str(tmp_path / "mine.png"))).content
         assert (await one(box, "add", a=20, b=22)).content == "42"
 
@@ -137,8 +144,14 @@ async def test_all_pages_of_the_list_and_structured_content():
         failed = await one(box, "tool_2", fail=True)
         assert (failed.reason, "low says that the call failed, and not why" in failed.content) == ("raised", True)
         broken = await one(box, "tool_1")
-        assert (broken.reason, "promised" in broken.content) == (reasons.TOOL_RAISED, True)
+        assert (broken.reason, broken.content) == (None, '{"called": "tool_1"}'), "its schema of results is not its own"
         assert (await one(box, "tool_0")).content == '{"called": "tool_0"}'
+
+
+async def test_a_tool_on_two_pages_is_one_and_a_title_stands_for_a_description():
+    async with box_of(f"{STDIO} low overlap") as box:
+        described = {schema["function"]["name"]: schema["function"]["description"] for schema in box.schemas}
+        assert described == {"tool_0": "One.", "tool_1": "The second.", "tool_2": "One."}
 
 
 @pytest.mark.parametrize("word", ["same", "ignored", "empty"])
@@ -158,6 +171,9 @@ async def test_a_list_whose_cursors_lead_to_no_new_page_ends(word):
         (["a", "2"], {"result": ["a", 2]}, "a\n2"),
         (["a"], {"result": ["a", "b"]}, 'a\n{"result": ["a", "b"]}'),
         ([], {"key": "é"}, '{"key": "é"}'),
+        ([], {"result": []}, '{"result": []}'),
+        (["2 rows"], [{"a": 1}, {"a": 2}], '2 rows\n{"result": [{"a": 1}, {"a": 2}]}'),
+        (["5"], 5, "5"),
     ],
 )
 async def test_structured_content_is_shown_unless_a_text_says_the_same(texts, structured, shown):

@@ -28,6 +28,32 @@ def answer(result: Any) -> str:
     return json.dumps({"jsonrpc": "2.0", "id": 7, "result": result})
 
 
+@pytest.mark.parametrize(
+    ("result", "read"),
+    [
+        ({"tools": [{"name": "a"}]}, {"tools": [{"name": "a", "inputSchema": {"type": "object"}}]}),
+        (
+            {"tools": [{"name": "a", "inputSchema": {"$schema": "s"}, "outputSchema": {"$id": "x"}}, None]},
+            {"tools": [{"name": "a", "inputSchema": {"type": "object", "$schema": "s"}}, None]},
+        ),
+        (
+            {"tools": [{"name": "a\ud800", "inputSchema": None}]},
+            {"tools": [{"name": "a?", "inputSchema": {"type": "object"}}]},
+        ),
+        ({"tools": [{"name": "a", "inputSchema": 3}]}, {"tools": [{"name": "a", "inputSchema": 3}]}),
+        ({"structuredContent": [{}]}, {"content": [], "structuredContent": {"result": [{}]}}),
+        ({"content": [], "structuredContent": None}, {"content": [], "structuredContent": None}),
+        ({"tools": 3}, {"tools": 3}),
+        ({}, {}),
+    ],
+)
+def test_lists_and_results_are_brought_into_the_protocol_s_form(result: Any, read: Any) -> None:
+    item = repair(come(answer(result)))
+    assert isinstance(item, SessionMessage)
+    assert isinstance(item.message, JSONRPCResponse)
+    assert item.message.result == read
+
+
 def test_half_characters_are_replaced_so_that_the_call_is_answered() -> None:
     item = repair(come(answer({"content": [{"type": "text", "text": "bad \ud800"}]})))
     assert isinstance(item, SessionMessage)

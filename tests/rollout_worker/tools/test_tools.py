@@ -498,3 +498,8 @@ async def test_what_a_generator_gives_is_read_whole():
 def endless():
     """Never end."""
     return itertools.count()
+
+
+def test_a_prompt_that_is_none_is_left_to_the_check_of_prompts():
+    for prompt in ("text", None, ["text", None], [{"role": "assistant", "tool_calls": [None, "x", {"function": "f"}]}]):
+        assert ToolBox([look_up]).without_nulls(prompt) == prompt

@@ -21,7 +21,7 @@ from slipstream.learner import loop
 from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
 from slipstream.learner.ranks import liveness
-from slipstream.learner.ranks.stopping import Stop, Stopped
+from slipstream.learner.ranks.stopping import Stop
 from slipstream.learner.ranks.team import Team
 from slipstream.learner.report.progress import TerminalProgress
 from slipstream.learner.run import build_trainer
@@ -102,7 +102,7 @@ def train(
     try:
         with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(100.0) as stop:
             loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume)
-    except Stopped as stopped:
+    except SystemExit as stopped:
         code = int(str(stopped.code))
     told = [entry[1] for entry in queue.log if entry[0] == "checkpointed"]
     return {"weights": publisher.weights, "checkpointed": told, "code": code}

@@ -177,6 +177,7 @@ class Stop:
         """Raise `Stopped` if a signal came meanwhile, or one got lost in code that swallows exceptions."""
         self._held = False
         if self._signalled and not self._finishing:
+            self._lost = False  # once is enough: a second one would come into the last checkpoint
             raise Stopped(self._code)
 
     @contextmanager

@@ -150,14 +150,15 @@ def settings() -> list[str]:
 
 
 def named(name: str) -> list[str]:
-    """Return the settings that someone may mean by a name, with or without a section, as section.key: it is called so
-    in another section, by TRL, transformers or vLLM, or hyphens stand in it."""
+    """Return the settings that someone may mean by a name, with or without a section, as section.key: hyphens stand in
+    it, it is called so by another library, or in another section."""
     name = name.replace("-", "_")
     key = name.rpartition(".")[2]
-    meant = OTHER_NAMES.get(name, OTHER_NAMES.get(key))
-    own = [setting for setting in settings() if setting == name]
-    own = own or ([] if meant else [setting for setting in settings() if setting.endswith(f".{key}")])
-    return own or ([meant] if meant else [])
+    if name in settings():
+        return [name]
+    if meant := OTHER_NAMES.get(name) or OTHER_NAMES.get(key):
+        return [meant]
+    return [setting for setting in settings() if setting.endswith(f".{key}")]
 
 
 def _explain_one(fault: ErrorDetails, path: str, overridden: Collection[tuple[str, str]], overrider: str) -> str:

@@ -150,6 +150,21 @@ def test_a_signal_in_a_finaliser_is_not_lost_and_prints_no_traceback(capfd: pyte
     assert capfd.readouterr().err == ""
 
 
+def test_a_signal_that_was_lost_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would come into the last checkpoint."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(stopping, "LOST_AFTER_S", 0.5)
+    with Stop(20.0) as stop:
+        Dying()
+        with pytest.raises(Stopped):
+            stop.release()
+        time.sleep(1.0)
+
+
 @pytest.mark.parametrize("swallows", [Exception, SystemExit, OSError])
 def test_code_that_swallows_what_libraries_raise_does_not_swallow_a_signal(swallows: type[BaseException]) -> None:
     """As the line on the terminal, the trackers and the callbacks do."""

@@ -20,7 +20,8 @@ from slipstream.rollout_worker.data.dataset import RowSample, count_eval_rows
 from slipstream.rollout_worker.data.rows import spread
 from slipstream.rollout_worker.episodes.source import PromptFindings, SourceContext
 from slipstream.rollout_worker.sources import source_of
-from slipstream.rollout_worker.task.reward_classifier import ClassifierReward
+from slipstream.rollout_worker.task.reward_base import TRIED_ANSWER
+from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.task.task import Task
 from slipstream.rollout_worker.user_code import UserCode
 from slipstream.rollout_worker.vision.messages import seen_prompt
@@ -31,6 +32,10 @@ MAX_RENDERED = 64
 
 # The longest of a few prompts, times this, is taken for the longest of all.
 LONGER_PROMPTS = 1.5
+
+
+# Seconds within which a reward is tried.
+TRIED_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def check_task(config: RunConfig, task: Task) -> TaskCheck:
     if task.rows.size is None and config.task.shuffle:
         text = "the data set is an iterable: its rows come in its own order, and task.shuffle does nothing"
         findings.append(Finding("warning", text))
-    asyncio.run(check_reward_servers(config, task))
+    findings += asyncio.run(check_rewards(config, task))
     prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
     findings += failures
     longest = 0
@@ -133,13 +138,27 @@ def find_row_warnings(sample: RowSample, rows: Findings) -> list[Finding]:
     return findings
 
 
-async def check_reward_servers(config: RunConfig, task: Task) -> None:
-    """Have each classifier of the task score one completion. Raises `ConfigError` for one that gives no score."""
+async def check_rewards(config: RunConfig, task: Task) -> list[Finding]:
+    """Have each reward score two made-up answers to the first row. Functions are only called where an answer is all
+    that an episode brings: not with an environment, nor with an agent.
+
+    Returns: A warning for each function that fails for these answers.
+
+    Raises:
+        ConfigError: A classifier gives no score, or a function no list with a number for each answer.
+    """
     first = next((row for _, row in task.rows.sample(1)), None)
-    messages = not (isinstance(first, Mapping) and isinstance(first["prompt"], str))
-    for name in task.rewards:
-        if isinstance(name, str):
-            await ClassifierReward(name, config.task.reward_servers).ask(messages)
+    if not isinstance(first, Mapping) or "prompt" not in first:
+        first = {"prompt": [{"role": "user", "content": "2 by 3?"}]}
+    answers_are_all = task.environment is None and task.agent is None
+    tried = [reward for reward in task.rewards if answers_are_all or isinstance(reward, str)]
+    if not tried:
+        return []
+    async with UserCode() as code:
+        found = await build_rewards(config, tried, None, code=code).check_scores(first, TRIED_WITHIN_S)
+    return [
+        Finding("warning", f"a group with the answer {TRIED_ANSWER!r} would get no reward: {text}") for text in found
+    ]
 
 
 async def _check_by_kind(

@@ -41,6 +41,9 @@ _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
 DEFAULT_TIMEOUT_S = 120.0
 
+# Kinds of `RewardError` that no other completions would mend.
+NOT_NUMBERS, WRONG_NUMBER = "not numbers", "wrong number"
+
 
 class FunctionReward:
     """A reward function `f(completions, prompts, completion_ids, **columns)`, sync or async. It also gets
@@ -76,6 +79,16 @@ class FunctionReward:
                 f"Task(rewards=...): {self.name} cannot be called with {', '.join(arguments)} ({error}); write it as "
                 f"def {self.name}(completions, **kwargs)"
             ) from None
+
+    async def check_score(self, row: Mapping[str, Any], timeout_s: float) -> str | None:
+        try:
+            await self.values(RewardBatch.made_up(row, 2), timeout_s)
+        except RewardError as error:
+            if error.kind in (NOT_NUMBERS, WRONG_NUMBER):
+                where = f" ({error.where})" if error.where else ""
+                raise ConfigError(f"Task(rewards=...): {error}{where}") from None
+            return None if error.kind == reasons.TIMEOUT else str(error)
+        return None
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Call the function. Raises `RewardError`."""
@@ -140,11 +153,11 @@ def _checked(name: str, function: Callable[..., Any], size: int, values: Any) ->
         rewards = [None if value is None else as_number(value) for value in islice(values, size + 1)]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
-        raise RewardError(name, text, "not numbers", user_code.defined_at(function)) from None
+        raise RewardError(name, text, NOT_NUMBERS, user_code.defined_at(function)) from None
     if len(rewards) != size:
         number = f"{len(rewards)}" if len(rewards) < size else f"more than {size}"
         text = f"{name} returned {number} rewards for {size} completions; return one for each, in their order"
-        raise RewardError(name, text, "wrong number", user_code.defined_at(function))
+        raise RewardError(name, text, WRONG_NUMBER, user_code.defined_at(function))
     if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
         text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"
         raise RewardError(name, text, "not finite", user_code.defined_at(function))
@@ -207,6 +220,17 @@ class RewardFunctions:
         besides = [ENVIRONMENTS] if self._has_environments else [RESULTS] if OWN_REWARD in self._own else []
         for reward in self._rewards:
             reward.check_row(row, besides)
+
+    async def check_scores(self, row: Mapping[str, Any], timeout_s: float) -> list[str]:
+        """Have each reward score made-up answers to `row`, side by side, as `Reward.check_score` does.
+
+        Returns: Why answers got no score.
+
+        Raises:
+            ConfigError: A reward can give none.
+        """
+        found = await asyncio.gather(*(reward.check_score(row, timeout_s) for reward in self._rewards))
+        return [text for text in found if text is not None]
 
     async def score(
         self, batch: RewardBatch, notify: Callable[[RewardError], None] = lambda error: None

@@ -99,6 +99,8 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         experts: Of a mixture, with `learner.router_replay`; None if servers told them for no token.
         images: Where images stand among the tokens, in order.
         sampling_mask: With `rollout.top_k`; None if all tokens could be sampled.
+        teacher: float32 [S], log-prob of each of the S sampled tokens under the teacher, in nats, at temperature 1;
+            None without a teacher.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -108,12 +110,14 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     experts: RoutedExperts | None = None
     images: list[ImagePlace] = []
     sampling_mask: SamplingMask | None = None
+    teacher: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         for name, array, dtype in (
             ("token_ids", self.token_ids, np.int32),
             ("loss_mask", self.loss_mask, np.bool_),
             ("logprobs", self.logprobs, np.float32),
+            *(() if self.teacher is None else (("teacher", self.teacher, np.float32),)),
         ):
             if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
                 raise ValueError(

@@ -93,6 +93,7 @@ class Tokens:
         old_drift: Sum of old - behaviour over the whole rollout.
         proximal_drift: Sum of proximal - behaviour over the whole rollout.
         reference: Log-probs under the reference model; None without one.
+        teacher: Log-probs under the teacher; None without one.
         top_entropy: bool [N], the tokens that `learner.top_entropy_quantile` keeps; None where it keeps all.
         entropy_weights: The token's part in the step's mean entropy; None where the loss has no such term.
     """
@@ -111,6 +112,7 @@ class Tokens:
     old_drift: torch.Tensor
     proximal_drift: torch.Tensor
     reference: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
     top_entropy: torch.Tensor | None = None
     entropy_weights: torch.Tensor | None = None
 

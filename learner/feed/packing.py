@@ -74,6 +74,7 @@ class Sample:
             are not known; None if they are for no token.
         images: By number; in `token_ids`, -1 - k stands for each token of image k.
         mask: Ids that each token was sampled from; None if all could be sampled.
+        teacher: float32 [T], log-probs under the teacher where a token was sampled; None without a teacher.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -87,6 +88,7 @@ class Sample:
     experts: npt.NDArray[np.int16] | None = None
     images: Mapping[int, RowImage] = field(default_factory=dict)
     mask: SampledFrom | None = None
+    teacher: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -123,6 +125,7 @@ class PackedRow:
         server: int32 [N], its index in the step's `StepRollouts.servers`.
         experts: int16 [T, layers, top_k], as in `Sample`; of a token that sequences share, the first known ones.
         images: By number; in `input_ids`, -1 - k stands for each token of image k.
+        teacher: float32 [N], as in `Sample`; None without a teacher.
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
     """
@@ -144,6 +147,7 @@ class PackedRow:
     server: torch.Tensor
     experts: torch.Tensor | None = None
     images: dict[int, RowImage] = field(default_factory=dict)
+    teacher: torch.Tensor | None = None
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
 
@@ -298,12 +302,14 @@ def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], 
 def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
     """Make one row of samples."""
     paths = trie.build([sample.forwarded for sample in samples], branches)
-    positions, targets, entries = [], [], []
+    positions, targets, entries, teacher = [], [], [], []
     for index, places in zip(paths.order, paths.places, strict=True):
         sample = samples[index]
         (trained,) = sample.weights.nonzero()
         positions.append(places[trained - 1])
         targets.append(sample.token_ids[trained].astype(np.int64))
+        if sample.teacher is not None:
+            teacher.append(sample.teacher[trained])
         entries.append(
             (
                 sample.behaviour[trained],
@@ -338,6 +344,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         server=torch.from_numpy(server),
         experts=_experts(samples, paths),
         images={number: image for sample in samples for number, image in sample.images.items()},
+        teacher=torch.from_numpy(np.concatenate(teacher)) if teacher else None,
         mask_pairs=None if masks is None else torch.from_numpy(masks[0]),
         mask_ids=None if masks is None else torch.from_numpy(masks[1]),
     )

@@ -247,6 +247,9 @@ class Draft:
             return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
+        if self._config.teacher.is_on:  # it teaches where rewards do not differ, too
+            segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+            return reasons.NO_TEACHER if any(segment.teacher is None for segment in segments) else None
         if self._config.learner.zero_variance != "keep" and self._advantage.stays_flat(self._rollouts([standing])):
             return reasons.ZERO_VARIANCE
         return None
@@ -298,6 +301,15 @@ def _not_finite(group: Group) -> str | None:
     return None
 
 
+def _by_token(segment: Segment) -> npt.NDArray[np.float32] | None:
+    """Return the teacher's log-prob of each token, float32 [T]; 0 where it was not sampled."""
+    if segment.teacher is None:
+        return None
+    found = np.zeros(len(segment.token_ids), dtype=np.float32)
+    found[segment.loss_mask] = segment.teacher
+    return found
+
+
 def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     """Count tokens up to the last one with weight."""
     trained = np.flatnonzero(weights)
@@ -325,4 +337,5 @@ def _sequences(
                 experts=experts,
                 images=shown,
                 mask=SampledFrom.of(segment),
+                teacher=_by_token(segment),
             )

@@ -31,6 +31,7 @@ from slipstream.protocol.config.sections import (
     RunSection,
     Section,
     TaskSection,
+    TeacherSection,
     TrackingSection,
     VllmSection,
     WeightSyncSection,
@@ -70,6 +71,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection
     task: TaskSection
+    teacher: TeacherSection = TeacherSection()
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()
     rollout: RolloutSection = RolloutSection()

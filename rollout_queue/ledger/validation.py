@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.protocol import codec, reasons
 from slipstream.protocol.images import MAX_BYTES, Image
@@ -152,6 +153,8 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
                 _check_experts(segment.experts, len(segment.token_ids), place)
             if segment.sampling_mask is not None:
                 _check_mask(segment, segment.sampling_mask, rules.vocabulary, place)
+            if segment.teacher is not None:
+                _check_teacher(segment, segment.teacher, place)
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -367,6 +370,18 @@ def _check_mask(segment: Segment, mask: SamplingMask, vocabulary: int | None, wh
     found = np.add.reduceat(mask.ids == np.repeat(sampled, counts), np.cumsum(counts) - counts)
     if (found != 1).any():
         raise Refusal(reasons.MASK_COVER, f"{where}: a sampled token is not, or not once, in its sampling mask")
+
+
+def _check_teacher(segment: Segment, teacher: npt.NDArray[np.float32], where: str) -> None:
+    if len(teacher) != segment.sampled_tokens:
+        raise Refusal(
+            reasons.LENGTH_MISMATCH,
+            f"{where}: {len(teacher)} log-probs of the teacher for {segment.sampled_tokens} sampled tokens",
+        )
+    if not np.isfinite(teacher).all():
+        raise Refusal(reasons.LOGPROB_NOT_FINITE, f"{where}: a log-prob of the teacher is not finite")
+    if (teacher > 0).any():
+        raise Refusal(reasons.LOGPROB_POSITIVE, f"{where}: a log-prob of the teacher is {teacher.max()}, above 0")
 
 
 def _check_logprobs(segment: Segment, where: str) -> None:

@@ -87,6 +87,28 @@ class SamplingMask(msgspec.Struct, forbid_unknown_fields=True):
                 )
 
 
+class TeacherTop(msgspec.Struct, forbid_unknown_fields=True):
+    """The k ids that a teacher finds most likely in the place of each of the S sampled tokens of a segment.
+
+    Attributes:
+        ids: int32 [S * k], by token.
+        logprobs: float32 [S * k], of each, in nats, at temperature 1.
+        k: Number of ids of a token.
+    """
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    k: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+    def __post_init__(self) -> None:
+        for name, array, dtype in (("ids", self.ids, np.int32), ("logprobs", self.logprobs, np.float32)):
+            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
+                raise ValueError(
+                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
+                    f"is {array.ndim}-dimensional {array.dtype.name}"
+                )
+
+
 class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
@@ -101,6 +123,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         sampling_mask: With `rollout.top_k`; None if all tokens could be sampled.
         teacher: float32 [S], log-prob of each of the S sampled tokens under the teacher, in nats, at temperature 1;
             None without a teacher.
+        teacher_top: With `teacher.top_k`.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -111,6 +134,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     images: list[ImagePlace] = []
     sampling_mask: SamplingMask | None = None
     teacher: npt.NDArray[np.float32] | None = None
+    teacher_top: TeacherTop | None = None
 
     def __post_init__(self) -> None:
         for name, array, dtype in (

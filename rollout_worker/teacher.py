@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.config.sections import TeacherSection
+from slipstream.protocol.messages import TeacherTop
 from slipstream.rollout_worker.chat.base import OPENING, ChatFormat, PromptError
 from slipstream.rollout_worker.chat.parsers.base import Message
 from slipstream.rollout_worker.episodes.episode import Episode
@@ -51,6 +53,7 @@ class _Passing(Exception):
 
 class _Entry(msgspec.Struct):
     logprob: float
+    rank: int | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -75,6 +78,20 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The teacher's view of T tokens.
+
+    Attributes:
+        logprobs: float32 [T], of each token after those before it; NaN for the first.
+        ids: int32 [T, k], its likeliest ids in each place, and `top`: float32 [T, k], their log-probs.
+    """
+
+    logprobs: _Floats
+    ids: npt.NDArray[np.int32]
+    top: _Floats
+
+
 class Teacher:
     """A teacher's server.
 
@@ -93,6 +110,8 @@ class Teacher:
         if section.url is None:
             raise ValueError("there is no teacher: set teacher.url")
         self._url = section.url.rstrip("/")
+        self._top_k = section.top_k
+        self._sequences = max(1, MAX_SEQUENCES // (1 + section.top_k))
         self._prompt, self._timeout_s = section.prompt, section.timeout_s
         self._notify, self._pause_s, self._sleep = notify, pause_s, sleep
         self._free = asyncio.Semaphore(MAX_REQUESTS)
@@ -125,18 +144,21 @@ class Teacher:
         try:
             async with asyncio.TaskGroup() as tasks:
                 answers = [
-                    tasks.create_task(self._scored(asked[start : start + MAX_SEQUENCES]))
-                    for start in range(0, len(asked), MAX_SEQUENCES)
+                    tasks.create_task(self._scored(asked[start : start + self._sequences]))
+                    for start in range(0, len(asked), self._sequences)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         scored = [each for answer in answers for each in answer.result()]
-        for (_, draft), logprobs, by in zip(drafts, scored, moved, strict=True):
+        for (_, draft), found, by in zip(drafts, scored, moved, strict=True):
             places = np.flatnonzero(draft.mask) + by
-            draft.teacher = logprobs[places]
-            if not np.isfinite(draft.teacher).all() or (draft.teacher > 0).any():
-                wrong = next(float(value) for value in draft.teacher if not -math.inf < value <= 0)
-                raise TeacherError(f"teacher.url = {self._url}: a log-prob is {wrong}; is it a vLLM server?")
+            teacher, top = found.logprobs[places], found.top[places].ravel()
+            for value in (*teacher, *top):
+                if not -math.inf < value <= 0:
+                    raise TeacherError(f"teacher.url = {self._url}: a log-prob is {value}; is it a vLLM server?")
+            draft.teacher = teacher
+            if self._top_k:
+                draft.teacher_top = TeacherTop(found.ids[places].ravel(), top, self._top_k)
 
     async def _heads(self, episode: Episode, columns: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Return the ids with which the episode begins and which the teacher does not see, and those that it sees in
@@ -149,8 +171,8 @@ class Teacher:
             )
         return await heads(episode.chat, episode.prompt, filled(self._prompt, columns))
 
-    async def _scored(self, sequences: Sequence[Sequence[int]]) -> list[_Floats]:
-        """Return the log-prob of each token of some sequences, float32 [T] each; NaN for the first."""
+    async def _scored(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score some sequences, however long it takes."""
         attempt = 0
         while True:
             try:
@@ -161,7 +183,7 @@ class Teacher:
             await self._sleep(self._pause_s(attempt))
             attempt += 1
 
-    async def _ask(self, sequences: Sequence[Sequence[int]]) -> list[_Floats]:
+    async def _ask(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
         if self._model is None:
             self._model = (await self._models())[0].id
         body = {
@@ -169,7 +191,7 @@ class Teacher:
             "prompt": [list(ids) for ids in sequences],
             "max_tokens": 1,
             "temperature": 0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": self._top_k,
             "add_special_tokens": False,
         }
         reply = await self._post("/v1/completions", body, _Reply)
@@ -178,9 +200,9 @@ class Teacher:
             raise TeacherError(
                 f"teacher.url = {self._url}: {len(choices)} answers for {len(sequences)} sequences; is it vLLM?"
             )
-        return [self._read(ids, choice) for ids, choice in zip(sequences, choices, strict=True)]
+        return await asyncio.to_thread(lambda: [*map(self._read, sequences, choices)])
 
-    def _read(self, ids: Sequence[int], choice: _Choice) -> _Floats:
+    def _read(self, ids: Sequence[int], choice: _Choice) -> Scored:
         given = choice.prompt_logprobs
         if given is None or len(given) != len(ids):
             count = "no log-probs" if given is None else f"{len(given)} log-probs"
@@ -188,10 +210,19 @@ class Teacher:
                 f"teacher.url = {self._url}: {count} for {len(ids)} tokens; it must be a vLLM server that takes "
                 f"prompt_logprobs"
             )
-        found = np.full(len(ids), np.nan, dtype=np.float32)
+        shape = len(ids), self._top_k
+        found = Scored(
+            np.full(len(ids), np.nan, np.float32), np.zeros(shape, np.int32), np.full(shape, np.nan, np.float32)
+        )
         for place, (token, entries) in enumerate(zip(ids, given, strict=True)):
-            if entries is not None and (entry := entries.get(str(token))) is not None:
-                found[place] = entry.logprob
+            if entries is None:
+                continue
+            if (entry := entries.get(str(token))) is not None:
+                found.logprobs[place] = entry.logprob
+            for other, entry in entries.items():
+                if entry.rank is not None and 1 <= entry.rank <= self._top_k:
+                    found.ids[place, entry.rank - 1] = int(other)
+                    found.top[place, entry.rank - 1] = entry.logprob
         return found
 
     async def _models(self) -> list[_Model]:
@@ -217,7 +248,7 @@ class Teacher:
                 model = (await self._models())[0]
                 self._model = model.id
                 await self._check_vocabulary(tokenizer)
-                (logprobs,) = await self._ask([_spread(tokenizer)[:8]])
+                (scored,) = await self._ask([_spread(tokenizer)[:8]])
         except TimeoutError:
             raise ConfigError(
                 f"teacher.url = {self._url}: no answer within {_CHECKED_WITHIN_S:g} s; look at the server's log"
@@ -226,7 +257,7 @@ class Teacher:
             raise ConfigError(f"{error}; start it with: slipstream serve MODEL --port PORT") from None
         except TeacherError as error:
             raise ConfigError(str(error)) from None
-        if not np.isfinite(logprobs[1:]).all():
+        if not np.isfinite(scored.logprobs[1:]).all() or not np.isfinite(scored.top[1:]).all():
             raise ConfigError(f"teacher.url = {self._url}: it gives no log-probs of a prompt's tokens; is it vLLM?")
         if model.max_model_len is not None and model.max_model_len <= context:
             return (

@@ -77,10 +77,16 @@ class Algorithm:
         """Compute the losses of a row's tokens, with the sums and peaks of all parts.
 
         A teacher adds coef * (log teacher - log policy) to each token's advantage: a sample of minus the reverse KL
-        (on-policy distillation: arXiv:2306.13649, with the policy's own samples; thinkingmachines.ai, October 2025).
+        (on-policy distillation: arXiv:2306.13649, with the policy's own samples). Where the teacher's likeliest ids are
+        known, coef * sum of teacher * (log teacher - log policy) over them is added to each token's loss instead: the
+        forward KL.
         """
         apart: dict[str, torch.Tensor] = {}
-        if tokens.teacher is not None:
+        forward_kl: torch.Tensor | None = None
+        if tokens.teacher_top is not None and tokens.others is not None:
+            forward_kl = (tokens.teacher_top.exp() * (tokens.teacher_top - tokens.others)).sum(1)
+            apart = {_TEACHER_KL: torch.where(tokens.weights > 0, forward_kl.detach(), 0.0).sum()}
+        elif tokens.teacher is not None:
             closer = tokens.teacher - tokens.logprobs.detach()
             apart = {_TEACHER_KL: -torch.where(tokens.weights > 0, closer, 0.0).sum()}
             tokens = tokens.but(advantages=tokens.advantages + self._teacher_coef * closer)
@@ -94,6 +100,8 @@ class Algorithm:
         result = self._objective(seen)
         losses, added_sums = result.losses, dict[str, torch.Tensor]()
         counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
+        if forward_kl is not None:
+            losses = losses + self._teacher_coef * tokens.weights * forward_kl
         for regulariser in self._regularisers:
             if isinstance(regulariser, loss_terms.EntropyBonus):  # the last one
                 counts["policy_loss"] = losses.detach().sum()

@@ -20,6 +20,7 @@ from slipstream.protocol.messages import (
     RoutedExperts,
     SamplingMask,
     Segment,
+    TeacherTop,
 )
 from slipstream.rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
@@ -154,7 +155,9 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
             if segment.sampling_mask is not None:
                 _check_mask(segment, segment.sampling_mask, rules.vocabulary, place)
             if segment.teacher is not None:
-                _check_teacher(segment, segment.teacher, place)
+                _check_teacher(segment.teacher, segment.sampled_tokens, place)
+            if segment.teacher_top is not None:
+                _check_teacher_top(segment.teacher_top, segment.sampled_tokens, rules.vocabulary, place)
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -372,11 +375,23 @@ def _check_mask(segment: Segment, mask: SamplingMask, vocabulary: int | None, wh
         raise Refusal(reasons.MASK_COVER, f"{where}: a sampled token is not, or not once, in its sampling mask")
 
 
-def _check_teacher(segment: Segment, teacher: npt.NDArray[np.float32], where: str) -> None:
-    if len(teacher) != segment.sampled_tokens:
+def _check_teacher_top(top: TeacherTop, tokens: int, vocabulary: int | None, where: str) -> None:
+    _check_teacher(top.logprobs, tokens * top.k, where)
+    if len(top.ids) != len(top.logprobs):
         raise Refusal(
-            reasons.LENGTH_MISMATCH,
-            f"{where}: {len(teacher)} log-probs of the teacher for {segment.sampled_tokens} sampled tokens",
+            reasons.LENGTH_MISMATCH, f"{where}: {len(top.ids)} ids and {len(top.logprobs)} log-probs of the teacher"
+        )
+    if len(top.ids) and not 0 <= int(top.ids.min()) <= int(top.ids.max()) < (vocabulary or math.inf):
+        raise Refusal(
+            reasons.TOKEN_ID_UNKNOWN,
+            f"{where}: ids of the teacher are {top.ids.min()} to {top.ids.max()}, known are {vocabulary}",
+        )
+
+
+def _check_teacher(teacher: npt.NDArray[np.float32], expected: int, where: str) -> None:
+    if len(teacher) != expected:
+        raise Refusal(
+            reasons.LENGTH_MISMATCH, f"{where}: {len(teacher)} log-probs of the teacher, expected are {expected}"
         )
     if not np.isfinite(teacher).all():
         raise Refusal(reasons.LOGPROB_NOT_FINITE, f"{where}: a log-prob of the teacher is not finite")

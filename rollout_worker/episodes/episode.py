@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from slipstream.protocol import reasons
 from slipstream.protocol.images import ImagePlace
-from slipstream.protocol.messages import Rollout, SamplingMask, Segment, VersionSpan
+from slipstream.protocol.messages import Rollout, SamplingMask, Segment, TeacherTop, VersionSpan
 from slipstream.protocol.rollouts import NEW_SEGMENTS
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.chat.parsers.base import Message
@@ -137,6 +137,7 @@ class SegmentDraft:
         images: Images among the tokens, in order.
         masks: What each sampled token was sampled from, with `rollout.top_k`.
         teacher: float32 [S], the teacher's log-prob of each sampled token; None without a teacher.
+        teacher_top: Its likeliest ids, with `teacher.top_k`.
     """
 
     def __init__(self, prompt_ids: Sequence[int], images: Sequence[Placed] = ()) -> None:
@@ -149,6 +150,7 @@ class SegmentDraft:
         self.experts: list[RecordedExperts] = []
         self.masks = Masks()
         self.teacher: npt.NDArray[np.float32] | None = None
+        self.teacher_top: TeacherTop | None = None
 
     def add(self, suffix: Sequence[int], turn: Sampled) -> None:
         """Append the ids that were shown before a turn, and the turn."""
@@ -176,6 +178,7 @@ class SegmentDraft:
             images=places,
             sampling_mask=_sampling_mask(self.masks),
             teacher=self.teacher,
+            teacher_top=self.teacher_top,
         )
 
 

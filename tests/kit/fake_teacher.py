@@ -45,7 +45,6 @@ class FakeTeacher:
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["model"] == "the/teacher"
-        assert body["prompt_logprobs"] == 0
         self.asked += 1
         status = self.answers.pop(0) if self.answers else 200
         if not status:
@@ -53,13 +52,18 @@ class FakeTeacher:
         if status != 200:
             return web.json_response({"error": {"message": "told to"}}, status=status)
         self.sequences += body["prompt"]
-        return web.json_response({"choices": [self._choice(*each) for each in enumerate(body["prompt"])][::-1]})
+        top_k = body["prompt_logprobs"]
+        choices = [self._choice(number, ids, top_k) for number, ids in enumerate(body["prompt"])]
+        return web.json_response({"choices": choices[::-1]})
 
-    def _choice(self, number: int, ids: list[int]) -> dict[str, Any]:
+    def _choice(self, number: int, ids: list[int], top_k: int) -> dict[str, Any]:
         scored: list[Any] = [None]
         for place in range(1, len(ids)):
             value = teacher_logprob(ids, place) if self.value is None else self.value
-            scored.append({str(ids[place]): {"logprob": value, "rank": 1, "decoded_token": "x"}})
+            entries = {str(ids[place]): {"logprob": value, "rank": 99, "decoded_token": "x"}}
+            for rank in range(1, top_k + 1):
+                entries[str((ids[place] + rank) % 100)] = {"logprob": -0.5 * rank, "rank": rank, "decoded_token": "x"}
+            scored.append(entries)
         return {"index": number, "text": "x", "prompt_logprobs": scored[: len(scored) - self.fewer]}
 
     @asynccontextmanager

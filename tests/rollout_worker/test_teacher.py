@@ -152,6 +152,22 @@ async def test_the_start_check_finds_another_vocabulary_a_short_context_and_a_de
         await Teacher(section, lambda text: None, lambda attempt: 0.0).check(TOKENIZER, 100)
 
 
+async def test_with_top_k_each_sampled_token_brings_the_teacher_s_likeliest_ids() -> None:
+    teacher = FakeTeacher(TOKENIZER)
+    async with teacher.serving() as url:
+        run = await roll(task(), fake(), config=taught(url, top_k=3))
+    check_labels(run)
+    for rollout in run.rollouts:
+        for segment in rollout.segments:
+            top, sampled = segment.teacher_top, segment.token_ids[segment.loss_mask]
+            assert top is not None
+            assert top.k == 3
+            assert top.ids.reshape(-1, 3).tolist() == [
+                [(token + rank) % 100 for rank in (1, 2, 3)] for token in sampled
+            ]
+            assert top.logprobs.reshape(-1, 3).tolist() == [[-0.5, -1.0, -1.5]] * len(sampled)
+
+
 def test_settings_of_a_teacher_that_is_not_there_are_refused() -> None:
     with pytest.raises(Exception, match=r"teacher\.prompt without a teacher"):
         config(WORKER, teacher={"prompt": "It is {answer}."})

@@ -162,6 +162,14 @@ class TeacherSection(Section):
         description="weight of the teacher's advantage, log teacher - log policy, next to that of the rewards",
         why="a nat counts as much as a reward's standard deviation",
     )
+    top_k: int = setting(
+        0,
+        ge=0,
+        le=128,
+        description="likeliest ids of the teacher that each token learns from, by forward KL; 0: the sampled id alone, "
+        "by reverse KL",
+        why="the cheapest; a server needs --max-logprobs above 20",
+    )
     prompt: str | None = setting(
         None,
         min_length=1,

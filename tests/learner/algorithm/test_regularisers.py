@@ -326,3 +326,25 @@ def test_the_teacher_s_kl_is_told_per_token() -> None:
     weighted = given.weights > 0
     expected = float((given.logprobs.detach() + 3.0)[weighted].mean())
     assert algorithm.metrics(sums)["teacher/kl"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_teacher_s_likeliest_ids_teach_by_forward_kl() -> None:
+    """Its gradient in float64, for each token by its weight; the objective has no part in it."""
+    random = torch.Generator().manual_seed(3)
+    teacher = torch.randn(5, 8, generator=random, dtype=torch.float64).log_softmax(1)
+    logits = torch.randn(5, 8, generator=random, dtype=torch.float64).requires_grad_()
+    weights = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
+    top = teacher.topk(3, dim=1)
+    policy = logits.log_softmax(1)
+    wanted = (weights[:, None] * top.values.exp() * (top.values - policy.gather(1, top.indices))).sum()
+    (exact,) = torch.autograd.grad(0.5 * wanted, logits, retain_graph=True)
+
+    given = tokens(np.ones(5), np.zeros(5), weights.numpy(), teacher=torch.zeros(5), teacher_top=top.values)
+    given = given.but(weights=weights, advantages=torch.zeros(5), others=policy.gather(1, top.indices))
+    algorithm = Algorithm(LearnerSection(), 64, teacher_coef=0.5)
+    result = algorithm(given)
+    (gradient,) = torch.autograd.grad(result.losses.sum(), logits)
+    assert torch.allclose(gradient, exact, atol=1e-12)
+    told = (top.values.exp() * (top.values - policy.gather(1, top.indices))).sum(1)[weights > 0].mean()
+    sums = {name: float(value) for name, value in result.sums.items()}
+    assert algorithm.metrics(sums)["teacher/kl"] == pytest.approx(float(told))

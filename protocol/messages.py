@@ -249,6 +249,11 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
         )
 
     @property
+    def is_taught(self) -> bool:
+        """Whether a teacher has scored its tokens, which teaches where rewards are equal, too."""
+        return any(segment.teacher is not None for rollout in self.rollouts for segment in rollout.segments)
+
+    @property
     def differs_by_function(self) -> bool:
         """Whether a reward function that counts has told rollouts of a role apart; their sums may be equal."""
         counted = {name for rollout in self.rollouts for name in rollout.reward_components}

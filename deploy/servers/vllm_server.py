@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 # Each adapter takes memory of the server.
 MAX_ADAPTERS = 8
 
+# Cache of a plain server on a CPU, unless it is told otherwise.
+PLAIN_CACHE_BYTES = 2 * 1024**3
+
 # Seconds to try to reach the queue. It may start next to the server, which takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 
@@ -255,6 +258,8 @@ def serve(model: str, arguments: Sequence[str]) -> NoReturn:
         line += ["--enforce-eager", *cpu_build.flags(architecture_of(ModelSection(path=model)) or {})]
         if os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
             line += ["--distributed-executor-backend", IN_ENGINE]
+        # vLLM would take nearly all memory of the machine.
+        line += [cpu_settings.FLAG, str(PLAIN_CACHE_BYTES)]
     os.execve(line[0], [*line, *arguments], {**_basic(), **os.environ})
 
 

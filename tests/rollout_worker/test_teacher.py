@@ -63,7 +63,7 @@ async def test_the_teacher_alone_sees_its_prompt(system: str | None) -> None:
     if system:
         prompt = [{"role": "system", "content": system}, *prompt]
     head = await heads(chat, prompt, "It is 408.")
-    assert "It is 408." in TOKENIZER.decode(head[1])
+    assert "It is 408" in TOKENIZER.decode(head[1])
     the_task = task(dataset=[{"prompt": prompt, "answer": 408}], tools=[])
     async with teacher.serving() as url:
         run = await roll(the_task, fake(), config=taught(url, prompt="It is {answer}."))

@@ -347,4 +347,4 @@ def test_a_teacher_s_likeliest_ids_teach_by_forward_kl() -> None:
     assert torch.allclose(gradient, exact, atol=1e-12)
     told = (top.values.exp() * (top.values - policy.gather(1, top.indices))).sum(1)[weights > 0].mean()
     sums = {name: float(value) for name, value in result.sums.items()}
-    assert algorithm.metrics(sums)["teacher/kl"] == pytest.approx(float(told))
+    assert algorithm.metrics(sums)["teacher/kl"] == pytest.approx(float(told.detach()))

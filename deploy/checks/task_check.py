@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.protocol.client import retry_pause_s
 from slipstream.protocol.config import ConfigError, Finding, RunConfig
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
@@ -23,6 +24,7 @@ from slipstream.rollout_worker.sources import source_of
 from slipstream.rollout_worker.task.reward_base import TRIED_ANSWER
 from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.teacher import Teacher, filled, heads
 from slipstream.rollout_worker.user_code import UserCode
 from slipstream.rollout_worker.vision.messages import seen_prompt
 from slipstream.rollout_worker.vision.sources import ImageError
@@ -78,6 +80,8 @@ def check_task(config: RunConfig, task: Task) -> TaskCheck:
     findings += asyncio.run(check_rewards(config, task))
     prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
     findings += failures
+    if config.teacher.is_on:
+        findings += asyncio.run(check_teacher(config, task, samples[0], prompts[0]))
     longest = 0
     for sample, of_prompts, rows in zip(samples, prompts, checked, strict=True):
         found, lengths = check_prompts(config, sample, of_prompts, rows.unusable)
@@ -159,6 +163,28 @@ async def check_rewards(config: RunConfig, task: Task) -> list[Finding]:
     return [
         Finding("warning", f"a group with the answer {TRIED_ANSWER!r} would get no reward: {text}") for text in found
     ]
+
+
+async def check_teacher(config: RunConfig, task: Task, sample: RowSample, found: PromptFindings) -> list[Finding]:
+    """Try the teacher, and show it the first row. Returns a warning for a context that is too short.
+
+    Raises:
+        ConfigError: The teacher does not answer, has another vocabulary, or `teacher.prompt` cannot be shown.
+    """
+    row = next((row for _, row in sample.sample(1) if isinstance(row, Mapping)), None)
+    told = 0
+    if config.teacher.prompt is not None and row is not None:
+        try:
+            if found.chat_of is None or task.agent is not None:
+                raise PromptError("an agent writes its own prompts: leave it out")
+            prompt = filled(config.teacher.prompt, row)
+            shown, own = await heads(found.chat_of(row), row["prompt"], prompt)
+            told = len(own) - len(shown)
+        except PromptError as error:
+            raise ConfigError(f"teacher.prompt = {config.teacher.prompt[:80]!r}: {error}") from None
+    teacher = Teacher(config.teacher, lambda text: None, retry_pause_s)
+    warning = await teacher.check(load_tokenizer(config.model), config.vllm.max_model_len + told)
+    return [] if warning is None else [Finding("warning", warning)]
 
 
 async def _check_by_kind(

@@ -55,6 +55,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             "vllm.max_model_len": str(config.vllm.max_model_len),
             **{f"images.{name}": str(value) for name, value in config.images.model_dump().items()},
             "task.shuffle": str(config.task.shuffle),
+            "teacher": str((config.teacher.is_on, config.teacher.prompt)),
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
         },
     )

@@ -37,8 +37,8 @@ _MESSAGE_CHARACTERS = 500
 def how_to_serve(classifier: str) -> str:
     """Return the remedy for a classifier that has no server."""
     return (
-        f"serve it with: vllm serve {classifier} --runner pooling --port 8300, and name that in the run file: [task] "
-        f'reward_servers = {{"{classifier}" = "http://127.0.0.1:8300"}}'
+        f"serve it with: slipstream serve {classifier} --runner pooling --port 8300, and name that in the run file: "
+        f'[task] reward_servers = {{"{classifier}" = "http://127.0.0.1:8300"}}'
     )
 
 
@@ -148,7 +148,9 @@ class ClassifierReward:
 
     def _start(self) -> str:
         port = urlsplit(self._url).port
-        return f"start it with: vllm serve {self._classifier} --runner pooling" + (f" --port {port}" if port else "")
+        return f"start it with: slipstream serve {self._classifier} --runner pooling" + (
+            f" --port {port}" if port else ""
+        )
 
     def _logits(self, answer: bytes) -> list[float]:
         try:

@@ -193,8 +193,7 @@ class RewardFunctions:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         own: Sequence[str] | None = (),
     ) -> None:
-        if rewards or own == ():
-            _check_kinds(rewards)
+        _check_kinds(rewards)
         code = code or user_code.UserCode()
         self._rewards: list[Reward] = [
             ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
@@ -265,6 +264,8 @@ class RewardFunctions:
         brought = [name for name in self._own if name != OWN_REWARD or not silent]
         for number, score in enumerate(scores):
             score.components |= {name: batch.own[number].get(name) for name in brought}
+            if not self.weights:
+                score.reward = 0.0  # a teacher alone teaches
             for name, value in score.components.items():
                 if value is not None:
                     score.reward = (score.reward or 0.0) + self.weights[name] * value
@@ -314,7 +315,9 @@ def build_rewards(
     **options: Any,
 ) -> RewardFunctions:
     """Build a task's rewards with the settings of a run file. `options`: others of `RewardFunctions`. Raises
-    `ConfigError`, also for a classifier without a server."""
+    `ConfigError`, also for a classifier without a server, and where nothing teaches."""
+    if not rewards and options.get("own", ()) == () and not config.teacher.is_on:
+        raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function, or set teacher.url")
     return RewardFunctions(
         rewards,
         weights,
@@ -339,8 +342,8 @@ def _wrong_weights(weights: Any, rewards: int, own: Sequence[str] | None) -> str
 
 
 def _check_kinds(rewards: Any) -> None:
-    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
-        raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function")
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence):
+        raise ConfigError(f"Task(rewards={rewards!r}): give a list of reward functions")
     for reward in rewards:
         if any(
             f"{kind.__module__}.{kind.__name__}" == "torch.nn.modules.module.Module" for kind in type(reward).__mro__

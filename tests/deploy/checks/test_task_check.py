@@ -179,7 +179,7 @@ def test_a_reward_server_scores_once_before_the_start(run_file: Path, prompt: ob
 
 def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Path) -> None:
     port = free_port()
-    says = rf"task.reward_servers = .*127.0.0.1:{port}.*: vllm serve {CLASSIFIER} --runner pooling --port {port}"
+    says = rf"task.reward_servers = .*127.0.0.1:{port}.*: slipstream serve {CLASSIFIER} --runner pooling --port {port}"
     with pytest.raises(ConfigError, match=says):
         judged(run_file, f"http://127.0.0.1:{port}")
 
@@ -189,7 +189,7 @@ def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Pa
     [
         (
             {"generates": True},
-            "answers 404.*it is not a pooling server, or .*; start it with: vllm serve org/reward-model",
+            "answers 404.*it is not a pooling server, or .*; start it with: slipstream serve org/reward-model",
         ),
         ({"model": "org/another"}, "answers 404.*knows the model by another name .*/v1/models.*; start it with"),
         ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 scores for a completion.*one label \(num_labels = 1\)"),

@@ -141,6 +141,7 @@ class Worker:
             counters=self.counters,
             notices=self._notices,
             keep_messages=config.worker.keep_messages,
+            credits_turns=config.learner.credit != "episode",
             clock=clock,
         )
         self._running: dict[str, asyncio.Task[None]] = {}

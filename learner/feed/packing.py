@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.algorithm.step_data import StepRollouts, StepTurns
 from slipstream.learner.feed import trie
 from slipstream.learner.feed.images import RowImage
 from slipstream.protocol.messages import Segment
@@ -74,6 +74,7 @@ class Sample:
             are not known; None if they are for no token.
         images: By number; in `token_ids`, -1 - k stands for each token of image k.
         mask: Ids that each token was sampled from; None if all could be sampled.
+        turns: int64 [T], number of each token's turn in the step; None where advantages are of whole rollouts.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -87,6 +88,7 @@ class Sample:
     experts: npt.NDArray[np.int16] | None = None
     images: Mapping[int, RowImage] = field(default_factory=dict)
     mask: SampledFrom | None = None
+    turns: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -125,6 +127,7 @@ class PackedRow:
         images: By number; in `input_ids`, -1 - k stands for each token of image k.
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
+        turn: int64 [N], number of its turn in the step; None where advantages are of whole rollouts.
     """
 
     input_ids: torch.Tensor
@@ -146,6 +149,12 @@ class PackedRow:
     images: dict[int, RowImage] = field(default_factory=dict)
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
+    turn: torch.Tensor | None = None
+
+    @property
+    def credited(self) -> torch.Tensor:
+        """What each token shares its advantage with, int64 [N]: the number of its turn, or of its rollout."""
+        return self.rollout if self.turn is None else self.turn
 
     @property
     def tokens(self) -> int:
@@ -320,6 +329,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
     else:
         scored = np.arange(len(pairs))
     behaviour, staleness, fresh, rollout, server = (np.concatenate(column) for column in zip(*entries, strict=True))
+    turns = [sample.turns[sample.weights.nonzero()] for i in paths.order if (sample := samples[i]).turns is not None]
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
         position_ids=torch.from_numpy(paths.depths)[None],
@@ -340,6 +350,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         images={number: image for sample in samples for number, image in sample.images.items()},
         mask_pairs=None if masks is None else torch.from_numpy(masks[0]),
         mask_ids=None if masks is None else torch.from_numpy(masks[1]),
+        turn=torch.from_numpy(np.concatenate(turns)) if turns else None,
     )
 
 
@@ -397,9 +408,10 @@ class RankRows:
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values and tensors, which the ranks send each other."""
+        turns = self.rollouts.turns
         return {
             "rows": [vars(row) for row in self.rows],
-            "rollouts": vars(self.rollouts),
+            "rollouts": {**vars(self.rollouts), "turns": None if turns is None else vars(turns)},
             "surveyed": self.surveyed,
         }
 
@@ -410,7 +422,9 @@ class RankRows:
             PackedRow(**{**row, "images": {number: RowImage(*image) for number, image in row["images"].items()}})
             for row in plain["rows"]
         ]
-        return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
+        turns = plain["rollouts"]["turns"]
+        rollouts = {**plain["rollouts"], "turns": None if turns is None else StepTurns(**turns)}
+        return cls(rows, StepRollouts(**rollouts), plain["surveyed"])
 
 
 def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:

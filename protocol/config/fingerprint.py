@@ -56,6 +56,8 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             **{f"images.{name}": str(value) for name, value in config.images.model_dump().items()},
             "task.shuffle": str(config.task.shuffle),
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
+            # Workers say where turns end only for those that need it.
+            **({} if config.learner.credit == "episode" else {"learner.credit": "turn or gigpo"}),
         },
     )
 

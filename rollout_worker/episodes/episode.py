@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.protocol import reasons
 from slipstream.protocol.images import ImagePlace
-from slipstream.protocol.messages import Rollout, SamplingMask, Segment, VersionSpan
+from slipstream.protocol.messages import Rollout, SamplingMask, Segment, TurnEnd, VersionSpan
 from slipstream.protocol.rollouts import NEW_SEGMENTS
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.chat.parsers.base import Message
@@ -23,6 +23,7 @@ from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Masks, OwnPar
 from slipstream.rollout_worker.inference.experts import RecordedExperts, joined
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import PendingChoice
+from slipstream.rollout_worker.task.turn_rewards import TurnRewards
 from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.rollout_worker.vision.messages import Placed
 
@@ -52,6 +53,9 @@ class Episode:
             episodes of a task have the same names.
         why_no_reward: Why it has no reward, if neither it nor a reward function gives one.
         is_further_role: Whether it is what another role said in an episode that is counted already.
+        turn_ends: Where each turn ends.
+        turn_of: The turn, from 0, that each of `messages` is, by its place; those that are none are not in it.
+        turn_rewards: The rewards that tools, environment or agent give at turns.
     """
 
     drafts: list[SegmentDraft]
@@ -65,6 +69,9 @@ class Episode:
     reward_inputs: Callable[[], Mapping[str, Any]] = dict
     why_no_reward: NoReward = NoReward()
     is_further_role: bool = False
+    turn_ends: list[TurnEnd] = field(default_factory=list)
+    turn_of: dict[int, int] = field(default_factory=dict)
+    turn_rewards: TurnRewards = field(default_factory=TurnRewards)
 
     @classmethod
     def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:
@@ -97,8 +104,10 @@ class Episode:
         """Append the ids of tool messages, with the images in them, and the turn that was sampled after them."""
         self.drafts[-1].images += images
         self.drafts[-1].add(suffix, turn)
+        self.turn_ends.append(TurnEnd(len(self.drafts) - 1, len(self.ids)))
         self.sampled_tokens += len(turn.token_ids)
         self.rollout.turns += 1
+        self.turn_rewards.turns = self.rollout.turns
 
     def open_segment(self, prompt_ids: list[int], images: Sequence[Placed] = ()) -> None:
         """Begin a new segment: later turns belong to it."""

@@ -173,6 +173,14 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 MAX_ROLES = 16
 
 
+class TurnEnd(msgspec.Struct, frozen=True, array_like=True):
+    """A turn of the policy ends in segment number `segment`, before its token `end`; it begins where the turn before it
+    in that segment ends."""
+
+    segment: int
+    end: int
+
+
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
 
@@ -185,6 +193,10 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
             queue; None if it is not kept.
         extra: Notes of reward functions for a reader, by name.
         role: The role that the policy played, where an episode has several; unset where it has one.
+        turn_ends: Where each turn ends, in the order in which they were sampled; unset unless `learner.credit` or
+            `turn_rewards` need it.
+        turn_rewards: The reward at each turn, whose sum is `reward`. A reward of the whole rollout is in that of the
+            last turn. Unset where no reward was given at a turn.
     """
 
     segments: list[Segment]
@@ -199,6 +211,8 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     messages: bytes | None = None
     extra: dict[str, str] = {}
     role: str | msgspec.UnsetType = msgspec.UNSET
+    turn_ends: list[TurnEnd] | msgspec.UnsetType = msgspec.UNSET
+    turn_rewards: list[float] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def sampled_tokens(self) -> int:
@@ -265,6 +279,14 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
                 if not are_equal(given):
                     return True
         return False
+
+    @property
+    def differs_by_turn(self) -> bool:
+        """Whether rewards at turns have told rollouts of a role apart; their sums may be equal."""
+        return any(
+            len({tuple(self.rollouts[number].turn_rewards or ()) for number in numbers}) > 1
+            for numbers in self.by_role().values()
+        )
 
     def versions(self) -> list[int]:
         """Return every policy version that sampled a token of this group, ascending."""

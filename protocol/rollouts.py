@@ -22,6 +22,9 @@ FILE_NAME = "rollouts.jsonl"
 
 MAX_TEXT = 4000
 
+# Field of a message in `Rollout.messages` that was a turn of the policy: the reward at that turn.
+TURN_REWARD = "turn_reward"
+
 # Rollouts that `TrainedRollouts` keeps, and bytes of the file that it reads at a time: of a longer one the end.
 MAX_TRAINED = 256
 _MAX_READ = 2 * 1024**2
@@ -35,6 +38,7 @@ class TokenView(msgspec.Struct, array_like=True, frozen=True):
         logprob: When it was sampled. `learner_logprob`: in the step that trained it, before the step; None if it is
             not known.
         trained: 1 if it contributed to a gradient.
+        advantage: Of its turn; None where it is the rollout's.
     """
 
     text: str
@@ -42,6 +46,7 @@ class TokenView(msgspec.Struct, array_like=True, frozen=True):
     logprob: float | None
     learner_logprob: float | None
     trained: int
+    advantage: float | None = None
 
 
 class RolloutView(msgspec.Struct):
@@ -51,13 +56,16 @@ class RolloutView(msgspec.Struct):
         messages: The conversation from the prompt on, long texts cut; None if it was not kept.
         versions: Oldest and newest version that sampled it.
         step: The step that it was leased for; None before.
-        staleness, advantage: None if it was not trained; staleness is its oldest token's.
+        staleness, advantage: None if it was not trained; staleness is its oldest token's, an advantage that differs by
+            turn the mean over the turns.
         extra: Notes of its reward functions, long texts cut.
         evaluation: Step of the evaluation that it is of; None for training.
         tokens: Its tokens, long rollouts cut; None before it was trained.
         timings: Seconds by name, as `Rollout.timings`.
         servers: That sampled it, in the order of their first tokens.
         role: That the policy played; None where an episode has one.
+        turn_rewards: The reward at each turn; None where none was given at a turn.
+        turn_advantages: With `learner.credit`, the advantage of each turn; None if it was not trained.
     """
 
     ticket_id: str
@@ -83,6 +91,8 @@ class RolloutView(msgspec.Struct):
     timings: dict[str, float] = {}
     servers: list[str] = []
     role: str | None = None
+    turn_rewards: list[float] | None = None
+    turn_advantages: list[float] | None = None
 
     @classmethod
     def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:
@@ -114,6 +124,7 @@ class RolloutView(msgspec.Struct):
             timings=rollout.timings,
             servers=list(dict.fromkeys(group.server_names[span.server] for span in spans)),
             role=rollout.role or None,
+            turn_rewards=rollout.turn_rewards or None,
         )
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import fmean
@@ -20,6 +20,7 @@ import msgspec
 
 from slipstream.protocol import reasons, tracing
 from slipstream.protocol.messages import Group, Ticket, TicketKind, WorkerReport
+from slipstream.protocol.rollouts import TURN_REWARD
 from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.chat.base import PromptError
 from slipstream.rollout_worker.chat.parsers.base import Message
@@ -61,6 +62,7 @@ class GroupRunner:
     Attributes:
         counters: Counts episodes and failures here.
         notices: Keeps the first failure of each kind here.
+        credits_turns: Whether the learner needs to know where turns end (`learner.credit`).
         wall_clock: Gives seconds since the epoch.
         clock: Gives seconds, monotonic.
     """
@@ -75,6 +77,7 @@ class GroupRunner:
     notices: FailureNotices
     keep_messages: bool
     teacher: Teacher | None = None
+    credits_turns: bool = False
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
 
@@ -95,17 +98,19 @@ class GroupRunner:
             reservation.give_all()
             episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], min_rollouts)
             self._note_silent_roles(episodes)
-            if self.keep_messages:
-                self._keep_messages(episodes)
             if self.teacher is not None and ticket.kind == "train":
                 await self._taught(self.teacher, row, episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, min_rollouts), min_rollouts)
             rewarded = self._compared(rewarded, min_rollouts)
+            if self.keep_messages:
+                self._keep_messages(rewarded)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         drafts = [draft for episode in rewarded for draft in episode.drafts]
         images = {placed.image.wire.hash: placed.image.wire for draft in drafts for placed in draft.images}
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names, [*images])
+            if self.credits_turns or episode.rollout.turn_rewards:
+                episode.rollout.turn_ends = episode.turn_ends
         group = Group(
             ticket_id=ticket.id,
             index=ticket.index,
@@ -126,7 +131,7 @@ class GroupRunner:
         for episode in episodes:
             if id(episode.prompt) not in prompts:
                 prompts[id(episode.prompt)] = of_prompt(self.source.chat.shown(episode.prompt))
-            episode.rollout.messages = transcript(prompts[id(episode.prompt)], episode.messages)
+            episode.rollout.messages = transcript(prompts[id(episode.prompt)], _with_rewards(episode))
 
     async def _row(self, ticket: Ticket) -> Row:
         try:
@@ -240,6 +245,8 @@ class GroupRunner:
             prompts=[prompt if isinstance(prompt, str) else episode.prompt for episode in episodes],
             own=[episode.rewards for episode in episodes],
             inputs={name: [each[name] for each in inputs] for name in inputs[0]},
+            turns=[episode.rollout.turns for episode in episodes],
+            at_turns=_at_turns(episodes),
         )
 
         def note(error: RewardError) -> None:
@@ -248,6 +255,8 @@ class GroupRunner:
             self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
 
         try:
+            if fault := next((fault for episode in episodes if (fault := episode.turn_rewards.fault)), None):
+                raise RewardError("slipstream.reward", fault, "at a turn", None)
             with self.capacity.being("judgement", len(episodes)), tracing.span("reward"):
                 scores = await self.rewards.score(batch, note)
         except RewardError as error:
@@ -271,6 +280,8 @@ class GroupRunner:
                     self.notices.add("agent", reasons.TIMEOUT, detail)
                 continue
             episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
+            if score.turn_rewards is not None:
+                episode.rollout.turn_rewards = score.turn_rewards
             episode.rollout.timings["reward"] = seconds
             episode.rollout.metrics |= score.metrics
             episode.rollout.extra |= score.extra
@@ -293,6 +304,27 @@ class GroupRunner:
         texts = Counter(episode.why_no_reward.text for episode in without)
         parts = [f"for {count} of {of} episodes {text}" for text, count in texts.items()]
         return reason, f"{'; '.join(parts)}; the task has no reward functions, which Task(rewards=[...]) may give it"
+
+
+def _at_turns(episodes: Sequence[Episode]) -> list[dict[str, list[float]]]:
+    """Return the rewards that each episode was given at its turns. One that others of its role were given is 0 where it
+    was not."""
+    given = [episode.turn_rewards.close() for episode in episodes]
+    names: dict[object, dict[str, None]] = {}
+    for episode, of in zip(episodes, given, strict=True):
+        names.setdefault(episode.rollout.role, {}).update(dict.fromkeys(of))
+    return [
+        {name: of.get(name, [0.0] * episode.rollout.turns) for name in names[episode.rollout.role]}
+        for episode, of in zip(episodes, given, strict=True)
+    ]
+
+
+def _with_rewards(episode: Episode) -> Iterator[Message]:
+    """Yield an episode's messages, those of its turns with the rewards at these."""
+    rewards = episode.rollout.turn_rewards or ()
+    for place, message in enumerate(episode.messages):
+        turn = episode.turn_of.get(place)
+        yield {**message, TURN_REWARD: rewards[turn]} if rewards and turn is not None else message
 
 
 def _describe(group: Group) -> None:

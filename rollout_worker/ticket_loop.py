@@ -147,6 +147,7 @@ class Worker:
             )
             if config.teacher.is_on
             else None,
+            credits_turns=config.learner.credit != "episode",
             clock=clock,
         )
         self._running: dict[str, asyncio.Task[None]] = {}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.rollout_worker.task.agent import Endpoint
     from slipstream.rollout_worker.task.roles import UntrainedModel
     from slipstream.rollout_worker.task.task import Task
+    from slipstream.rollout_worker.task.turn_rewards import reward
     from slipstream.rollout_worker.tools.base import Tool
     from slipstream.script import train
     from slipstream.weight_sync.own_servers import Servers, servers
@@ -38,6 +39,7 @@ __all__ = [
     "UntrainedModel",
     "__version__",
     "join",
+    "reward",
     "servers",
     "train",
 ]
@@ -57,6 +59,7 @@ _MODULES = {
     "ToolCall": "slipstream.rollout_worker.chat.parsers.base",
     "UntrainedModel": "slipstream.rollout_worker.task.roles",
     "join": "slipstream.learner.joined_run",
+    "reward": "slipstream.rollout_worker.task.turn_rewards",
     "servers": "slipstream.weight_sync.own_servers",
     "train": "slipstream.script",
 }

@@ -22,7 +22,7 @@ from slipstream.deploy.commands.ended import SUMMARY
 from slipstream.learner.report.rollouts import printable
 from slipstream.protocol.client import QueueClient, QueueError, Unreachable
 from slipstream.protocol.config import ConfigError
-from slipstream.protocol.rollouts import FILE_NAME, RolloutView, TrainedRollouts
+from slipstream.protocol.rollouts import FILE_NAME, TURN_REWARD, RolloutView, TrainedRollouts
 from slipstream.protocol.status import Status
 
 EVALUATIONS = "evaluations.jsonl"
@@ -215,7 +215,8 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
             continue
         yield from (_line(f"{call.text()} (no answer)") for call in calls)
         calls = deque(message.tool_calls)
-        yield Text(f"  {printable(message.role)}", style="bold")
+        at_turn = f"  reward {_number(reward)}" if isinstance(reward := raw.get(TURN_REWARD), int | float) else ""
+        yield Text.assemble((f"  {printable(message.role)}", "bold"), at_turn)
         if message.content.strip() or not calls:
             yield Padding(Text(printable(message.content.strip()) or "(nothing)"), (0, 0, 0, 4))
     yield from (_line(f"{call.text()} (no answer)") for call in calls)

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.learner.algorithm.advantages import ADVANTAGES
 from slipstream.learner.algorithm.corrections import CORRECTIONS, PROXIMALS
+from slipstream.learner.algorithm.credit import CREDITS
 from slipstream.learner.algorithm.loss_terms import (
     EntropyBonus,
     KlInLoss,
@@ -69,6 +70,10 @@ def page() -> str:
                 "## Advantages\n\nHow much better a rollout did than the others, computed from its reward `r`; 0 in a "
                 "group with equal rewards. All read `normalise_advantages`; all except `gdpo` read `reward_clip`.\n",
                 _variants("advantage", ADVANTAGES),
+                "## Credit\n\nWhich rewards a token answers for ([rewards at turns](your_task.md#rewards-at-turns)). "
+                "`turn` and `gigpo` take neither `batch` nor `gdpo`, `normalise_advantages`, `reward_clip` or "
+                "`kl_in_reward`.\n",
+                _variants("credit", CREDITS),
                 "## Normalisers\n\nThe divisor of a step's summed losses, one for the whole step. Tokens of tools and "
                 "environments never count.\n",
                 _variants("normaliser", NORMALISERS),

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slipstream.learner.algorithm import advantages, corrections, loss_terms, objectives
+from slipstream.learner.algorithm import corrections, credit, loss_terms, objectives
 from slipstream.learner.algorithm.corrections import PROXIMALS
 from slipstream.learner.algorithm.objectives import TokenLosses
 from slipstream.learner.algorithm.step_data import NORMALISERS, Floats, StepRollouts, Tokens
@@ -34,7 +34,7 @@ class Algorithm:
     """
 
     def __init__(self, section: LearnerSection, longest: int, teacher_coef: float = 1.0) -> None:
-        self._advantage = advantages.build(section)
+        self._credit = credit.build(section)
         self._correction = corrections.build(section)
         self._masks = loss_terms.build_masks(section)
         self._objective = objectives.build(section)
@@ -62,12 +62,12 @@ class Algorithm:
                 where `kl_in_reward`.
 
         Returns:
-            float32 [S].
+            float32 [S], one per rollout; [U], one per turn, where `learner.credit` is by turn.
         """
         for regulariser in self._regularisers:
             if regulariser.in_reward and reference_drift is not None:
                 rollouts = rollouts.with_rewards(rollouts.rewards - regulariser.penalties(reference_drift))
-        return self._advantage(rollouts)
+        return self._credit(rollouts)
 
     def weights(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
         """Return the weight of each rollout's tokens in the step's loss, float32 [S]."""

@@ -44,9 +44,9 @@ class Mask(ABC):
 
 
 class OffPolicy(Mask):
-    """Leaves out rollouts of negative advantage whose mean of log behaviour - log policy, over their tokens that train,
-    is above the threshold: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9; TRL's setting of this
-    name).
+    """Leaves out tokens of negative advantage in rollouts whose mean of log behaviour - log policy, over those that
+    train, is above the threshold: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9; TRL's setting of
+    this name).
 
     Choose it for stale data: bad rollouts that the policy would not make any more are the first to spoil a step.
     """

@@ -19,6 +19,51 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class StepTurns:
+    """The U turns of S rollouts, those of each rollout in order; a turn's number is its index.
+
+    Attributes:
+        counts: int64 [S], how many turns each rollout has, at least 1.
+        rewards: float64 [U]. A reward of the whole rollout is in that of its last turn.
+        states: int64 [U], equal for turns of a group before which the policy saw the same.
+    """
+
+    counts: npt.NDArray[np.int64]
+    rewards: Floats
+    states: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def firsts(self) -> npt.NDArray[np.int64]:
+        """Number of each rollout's first turn, int64 [S]."""
+        return np.cumsum(self.counts) - self.counts
+
+    def of(self, members: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the numbers of the turns of some rollouts, int64."""
+        counts = self.counts[members]
+        begins = np.cumsum(counts) - counts
+        return np.repeat(self.firsts[members] - begins, counts) + np.arange(counts.sum())
+
+    def take(self, members: npt.NDArray[np.int64]) -> Self:
+        """Return the turns of some of the rollouts, by the rollouts' numbers."""
+        turns = self.of(members)
+        return type(self)(self.counts[members], self.rewards[turns], self.states[turns])
+
+    def returns(self, discount: float) -> Floats:
+        """Return the sum of each turn's reward and the later ones of its rollout, those k turns later times
+        discount^k, float64 [U]."""
+        returns = self.rewards.copy()
+        lasts = np.zeros(len(returns), dtype=np.bool_)
+        lasts[np.cumsum(self.counts) - 1] = True
+        for turn in reversed(range(len(returns))):
+            if not lasts[turn]:
+                returns[turn] += discount * returns[turn + 1]
+        return returns
+
+
+@dataclass(frozen=True)
 class StepRollouts:
     """The S rollouts of a step's groups, as advantages and normalisers see them; a rollout's number is its index.
 
@@ -31,6 +76,7 @@ class StepRollouts:
         reward_weights: float64 [C].
         servers: Names of the servers that sampled them.
         roles: int64 [S], number of the role that each played, among those of its group; None where groups have one.
+        turns: Their turns; None where advantages are of whole rollouts.
     """
 
     rewards: Floats
@@ -40,6 +86,7 @@ class StepRollouts:
     reward_weights: Floats
     servers: tuple[str, ...] = ()
     roles: npt.NDArray[np.int64] | None = None
+    turns: StepTurns | None = None
 
     @classmethod
     def of(cls, rewards: Floats, groups: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Self:
@@ -65,7 +112,12 @@ class StepRollouts:
     def take(self, members: npt.NDArray[np.int64]) -> Self:
         """Return some of the rollouts, by their numbers."""
         taken = {name: getattr(self, name)[members] for name in ("rewards", "groups", "tokens", "components")}
-        return replace(self, roles=None if self.roles is None else self.roles[members], **taken)
+        return replace(
+            self,
+            roles=None if self.roles is None else self.roles[members],
+            turns=None if self.turns is None else self.turns.take(members),
+            **taken,
+        )
 
     def with_rewards(self, rewards: Floats) -> Self:
         """Return a copy with other rewards, float64 [S]."""
@@ -84,7 +136,7 @@ class Tokens:
         old: Log-probs that an objective takes its ratio against: `behaviour`, unless a correction moves it.
         proximal: Log-probs under a policy between the two: `logprobs`, unless `learner.proximal` says otherwise.
         entropy: Entropy of the policy's distribution, in nats.
-        advantages: Advantage of the token's rollout.
+        advantages: Advantage of the token's rollout, or of its turn (`learner.credit`).
         weights: The token's part in the step's loss, normaliser included; 0 where a mask takes it out.
         staleness: int32 [N], versions between sampling and training.
         rollout: int64 [N], number of the token's rollout in the step.

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.learner.algorithm.drift import MAX_STALENESS
-from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.algorithm.step_data import StepRollouts, StepTurns
 from slipstream.learner.feed.packing import PackedRow
 from slipstream.learner.feed.rollout_metrics import CUT_OFF, RolloutMetrics
 from slipstream.protocol import reasons
-from slipstream.protocol.messages import Group
+from slipstream.protocol.messages import Group, Rollout
 from slipstream.protocol.versions import within_staleness
 
 Overage = Literal["mask", "drop"]
@@ -125,7 +125,10 @@ def rewards_of(group: Group) -> npt.NDArray[np.float64]:
 
 
 def step_rollouts(
-    groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]], clip: tuple[float, float] | None = None
+    groups: Sequence[Group],
+    tokens: Sequence[npt.NDArray[np.int64]],
+    clip: tuple[float, float] | None = None,
+    by_turn: bool = False,
 ) -> StepRollouts:
     """Make the rollouts of a step.
 
@@ -133,6 +136,7 @@ def step_rollouts(
         groups: The groups that train.
         tokens: int64 [G] for each group, how many tokens of each rollout train.
         clip: Bounds of the rewards. Values of single reward functions are not clipped, as in TRL.
+        by_turn: Whether advantages are of turns.
     """
     rewards = np.concatenate([rewards_of(group) for group in groups])
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
@@ -152,6 +156,7 @@ def step_rollouts(
         components=columns.T,
         reward_weights=np.array([weight for _, weight in by_column]),
         roles=_roles(groups),
+        turns=step_turns(groups) if by_turn else None,
     )
 
 
@@ -165,6 +170,45 @@ def _roles(groups: Sequence[Group]) -> npt.NDArray[np.int64] | None:
         for role, members in enumerate(found.values()):
             of_group[members] = role
     return np.concatenate(numbers)
+
+
+def step_turns(groups: Sequence[Group]) -> StepTurns:
+    """Make the turns of a step. A rollout whose worker did not say where its turns end counts as one turn."""
+    counts: list[int] = []
+    rewards: list[float] = []
+    states: list[int] = []
+    for group in groups:
+        known: dict[bytes, int] = {}
+        for rollout in group.rollouts:
+            seen = list(_seen_before_turns(rollout))
+            counts.append(len(seen))
+            rewards += rollout.turn_rewards or [*[0.0] * (len(seen) - 1), rollout.reward]
+            states += [known.setdefault(state, len(known)) for state in seen]
+    return StepTurns(np.array(counts), np.array(rewards, dtype=np.float64), np.array(states))
+
+
+def turn_numbers(rollout: Rollout) -> list[npt.NDArray[np.int64]]:
+    """Return the number in the rollout of each token's turn, int64 [T] for each segment; 0 after the last turn."""
+    numbers = [np.zeros(len(segment.token_ids), dtype=np.int64) for segment in rollout.segments]
+    begins = [0] * len(numbers)
+    for turn, (segment, end) in enumerate((of.segment, of.end) for of in rollout.turn_ends or ()):
+        numbers[segment][begins[segment] : end] = turn
+        begins[segment] = end
+    return numbers
+
+
+def _seen_before_turns(rollout: Rollout) -> Iterator[bytes]:
+    """Yield the tokens and images between each turn and the one before it in its segment, or the segment's prompt."""
+    if not rollout.turn_ends:
+        yield b""
+        return
+    begins = [0] * len(rollout.segments)
+    for of in rollout.turn_ends:
+        segment, begin = rollout.segments[of.segment], begins[of.segment]
+        start = begin + int(np.argmax(segment.loss_mask[begin : of.end]))
+        images = [(place.image, place.start - begin) for place in segment.images if begin <= place.start < start]
+        yield segment.token_ids[begin:start].astype("<i4").tobytes() + repr(images or "").encode()
+        begins[of.segment] = of.end
 
 
 def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.algorithm.step_data import StepRollouts, StepTurns
 from slipstream.learner.feed import trie
 from slipstream.learner.feed.images import RowImage
 from slipstream.protocol.messages import Segment
@@ -77,6 +77,7 @@ class Sample:
         teacher: float32 [T], log-probs under the teacher where a token was sampled; None without a teacher.
         teacher_ids: int64 [T, k], likeliest ids of the teacher in each place, and `teacher_top`: float32 [T, k], their
             log-probs; None without `teacher.top_k`.
+        turns: int64 [T], number of each token's turn in the step; None where advantages are of whole rollouts.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -93,6 +94,7 @@ class Sample:
     teacher: npt.NDArray[np.float32] | None = None
     teacher_ids: npt.NDArray[np.int64] | None = None
     teacher_top: npt.NDArray[np.float32] | None = None
+    turns: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -133,6 +135,7 @@ class PackedRow:
         teacher_ids: int64 [U, k], as in `Sample`; `teacher_top`: float32 [N, k], likewise.
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
+        turn: int64 [N], number of its turn in the step; None where advantages are of whole rollouts.
     """
 
     input_ids: torch.Tensor
@@ -157,6 +160,12 @@ class PackedRow:
     teacher_top: torch.Tensor | None = None
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
+    turn: torch.Tensor | None = None
+
+    @property
+    def credited(self) -> torch.Tensor:
+        """What each token shares its advantage with, int64 [N]: the number of its turn, or of its rollout."""
+        return self.rollout if self.turn is None else self.turn
 
     @property
     def tokens(self) -> int:
@@ -335,6 +344,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         pairs, first, scored = np.unique(pairs, return_index=True, return_inverse=True)
     teacher_ids, teacher_top = (np.concatenate(column) for column in zip(*top, strict=True)) if top else (None, None)
     behaviour, staleness, fresh, rollout, server = (np.concatenate(column) for column in zip(*entries, strict=True))
+    turns = [sample.turns[sample.weights.nonzero()] for i in paths.order if (sample := samples[i]).turns is not None]
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
         position_ids=torch.from_numpy(paths.depths)[None],
@@ -358,6 +368,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         teacher_top=None if teacher_top is None else torch.from_numpy(teacher_top),
         mask_pairs=None if masks is None else torch.from_numpy(masks[0]),
         mask_ids=None if masks is None else torch.from_numpy(masks[1]),
+        turn=torch.from_numpy(np.concatenate(turns)) if turns else None,
     )
 
 
@@ -415,9 +426,10 @@ class RankRows:
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values and tensors, which the ranks send each other."""
+        turns = self.rollouts.turns
         return {
             "rows": [vars(row) for row in self.rows],
-            "rollouts": vars(self.rollouts),
+            "rollouts": {**vars(self.rollouts), "turns": None if turns is None else vars(turns)},
             "surveyed": self.surveyed,
         }
 
@@ -428,7 +440,9 @@ class RankRows:
             PackedRow(**{**row, "images": {number: RowImage(*image) for number, image in row["images"].items()}})
             for row in plain["rows"]
         ]
-        return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
+        turns = plain["rollouts"]["turns"]
+        rollouts = {**plain["rollouts"], "turns": None if turns is None else StepTurns(**turns)}
+        return cls(rows, StepRollouts(**rollouts), plain["surveyed"])
 
 
 def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:

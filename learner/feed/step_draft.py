@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.learner.algorithm import advantages
+from slipstream.learner.algorithm import credit
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.images import RowImage, StepImages, unpacked
 from slipstream.learner.feed.judged_groups import (
@@ -25,13 +25,14 @@ from slipstream.learner.feed.judged_groups import (
     loss_weights,
     rewards_of,
     step_rollouts,
+    turn_numbers,
 )
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, pack
 from slipstream.learner.feed.recorded_experts import RoutedLayers
 from slipstream.learner.feed.rollout_metrics import RolloutMetrics, choose
 from slipstream.protocol import reasons
 from slipstream.protocol.config import RunConfig
-from slipstream.protocol.messages import MAX_METRIC, Group, Segment
+from slipstream.protocol.messages import MAX_METRIC, Group, Rollout, Segment
 from slipstream.protocol.rollouts import RolloutView
 
 
@@ -51,11 +52,13 @@ class SampledTokens:
         rollout: Its number in the step.
         segments: As they were sampled.
         weights: float32 [T] for each segment, 0 where a token does not train.
+        advantages: float32 [T] for each segment; None where all tokens have the rollout's.
     """
 
     rollout: int
     segments: list[Segment]
     weights: list[npt.NDArray[np.float32]]
+    advantages: list[npt.NDArray[np.float32]] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Batch:
         samples: Some of its rollouts for people to read, the best first and then the worst.
         sampled: The tokens of the first of them, in the same order; the others are of groups that do not train.
         sequences: What `rows` packs.
-        advantages: float32 [S], of each of `rollouts`.
+        advantages: float32 [S], of each of `rollouts`; [U], of each of their turns, where `learner.credit` is by turn.
     """
 
     step: int
@@ -121,7 +124,7 @@ class Draft:
         self._config = config
         self._branches = branches
         self._routed = routed
-        self._advantage = advantages.build(config.learner)
+        self._credit = credit.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: dict[str, JudgedGroup] = {}
         self._before: list[JudgedGroup] = []
@@ -217,12 +220,12 @@ class Draft:
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
         counts = count_step(judged, self._metrics, weights, rows, budget, bound)
-        of_rollouts = self._advantage(rollouts)
-        shown, sampled = self._samples(of_rollouts)
+        advantages = self._credit(rollouts)
+        shown, sampled = self._samples(rollouts, advantages)
         return Batch(
             *(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown, sampled),
             sequences=sequences,
-            advantages=of_rollouts,
+            advantages=advantages,
         )
 
     def _judge(self, item: LeasedGroup) -> _Standing:
@@ -237,7 +240,8 @@ class Draft:
 
     def _rollouts(self, standing: Sequence[_Standing]) -> StepRollouts:
         clip = self._config.learner.reward_clip
-        return step_rollouts([of.group for of in standing], [of.tokens for of in standing], clip)
+        groups, tokens = [of.group for of in standing], [of.tokens for of in standing]
+        return step_rollouts(groups, tokens, clip, self._credit.by_turn)
 
     def _reason_to_drop(self, standing: _Standing) -> str | None:
         group, weights = standing.group, standing.weights
@@ -256,7 +260,7 @@ class Draft:
                 for segment in segments
             )
             return None if taught else reasons.NO_TEACHER
-        if self._config.learner.zero_variance != "keep" and self._advantage.stays_flat(self._rollouts([standing])):
+        if self._config.learner.zero_variance != "keep" and self._credit.stays_flat(self._rollouts([standing])):
             return reasons.ZERO_VARIANCE
         return None
 
@@ -266,7 +270,9 @@ class Draft:
         shown = learner.show_rollout_every > 0 and self.step % learner.show_rollout_every == 0
         return max(learner.sample_rollouts, int(shown))
 
-    def _samples(self, advantages: npt.NDArray[np.float32]) -> tuple[list[RolloutView], list[SampledTokens]]:
+    def _samples(
+        self, rollouts: StepRollouts, advantages: npt.NDArray[np.float32]
+    ) -> tuple[list[RolloutView], list[SampledTokens]]:
         """Pick rollouts of the groups that train, of each role by themselves; where these are few, of groups without
         variance too."""
         standing, count = self._in_order(), self._samples_wanted
@@ -280,15 +286,21 @@ class Draft:
             (group, of), members = compared[place.group]
             rollout = members[place.rollout]
             number = int(firsts[group] + rollout)
-            views.append(self._view(of.group, rollout, float(advantages[number])))
+            by_turn = None if rollouts.turns is None else advantages[rollouts.turns.of(np.array([number]))]
+            views.append(self._view(of.group, rollout, advantages[number] if by_turn is None else by_turn.mean()))
             before = sum(len(earlier.segments) for earlier in of.group.rollouts[:rollout])
             segments = of.group.rollouts[rollout].segments
-            sampled.append(SampledTokens(number, segments, of.weights.weights[before : before + len(segments)]))
+            weights = of.weights.weights[before : before + len(segments)]
+            of_tokens = None
+            if by_turn is not None:
+                views[-1].turn_advantages = by_turn.tolist()
+                of_tokens = [by_turn[turns] for turns in turn_numbers(of.group.rollouts[rollout])]
+            sampled.append(SampledTokens(number, segments, weights, of_tokens))
         return [*views, *flat], sampled
 
-    def _view(self, group: Group, number: int, advantage: float) -> RolloutView:
+    def _view(self, group: Group, number: int, advantage: np.floating[Any]) -> RolloutView:
         view = RolloutView.of(group, number)
-        view.step, view.advantage = self.step, advantage
+        view.step, view.advantage = self.step, float(advantage)
         view.staleness = self.version - view.versions[0] if view.versions else None
         return view
 
@@ -332,13 +344,15 @@ def _sequences(
 ) -> Iterator[Sample]:
     first = int(np.searchsorted(rollouts.groups, group))
     numbered = [
-        (segment, first + place)
+        (segment, first + place, turns)
         for place, rollout in enumerate(standing.group.rollouts)
-        for segment in rollout.segments
+        for segment, turns in zip(rollout.segments, _turns_in_step(rollout, first + place, rollouts), strict=True)
     ]
     of = standing.weights
     places = np.array([rollouts.servers.index(name) for name in standing.group.server_names], dtype=np.int32)
-    for (segment, rollout), weights, staleness, fresh in zip(numbered, of.weights, of.staleness, of.fresh, strict=True):
+    for (segment, rollout, turns), weights, staleness, fresh in zip(
+        numbered, of.weights, of.staleness, of.fresh, strict=True
+    ):
         if weights.any():
             servers = places[segment.token_servers()] if len(places) else None
             ids, shown = images.token_ids(segment, standing.group, standing.images)
@@ -348,5 +362,16 @@ def _sequences(
                 experts=experts,
                 images=shown,
                 mask=SampledFrom.of(segment),
+                turns=turns,
                 **_of_teacher(segment),
             )
+
+
+def _turns_in_step(
+    rollout: Rollout, number: int, rollouts: StepRollouts
+) -> Sequence[npt.NDArray[np.int64]] | Sequence[None]:
+    """Return the number in the step of each token's turn, int64 [T] for each segment; None where turns do not count."""
+    if rollouts.turns is None:
+        return [None] * len(rollout.segments)
+    first = rollouts.turns.firsts[number]
+    return [first + turns for turns in turn_numbers(rollout)]

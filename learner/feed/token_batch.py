@@ -29,7 +29,8 @@ class TokenBatch:
     trains             bool [B, T]      the tokens to train: sampled, young enough, and not masked
     weights            float32 [B, T]   the token's part in the step's loss by `learner.normaliser`; 0 where it
                                         does not train
-    advantages         float32 [B, T]   of the token's rollout by `learner.advantage`; 0 where it does not train
+    advantages         float32 [B, T]   of the token's rollout by `learner.advantage`, or of its turn by
+                                        `learner.credit`; 0 where it does not train
     behaviour          float32 [B, T]   log-prob, in nats, under the weights that sampled the token, at
                                         `rollout.temperature`; 0 where it was not sampled
     teacher            float32 [B, T]   log-prob, in nats, under the teacher; 0 where the token was not sampled; None
@@ -75,7 +76,8 @@ class TokenBatch:
         """Pad the sequences of a step.
 
         Args:
-            rewards, advantages, weights: [S], of each rollout; `weights` is the weight of one of its tokens.
+            rewards, weights: [S], of each rollout; `weights` is the weight of one of its tokens.
+            advantages: [S], of each rollout; [U], of each turn, where the samples have turns.
             number: As the attribute.
         """
 
@@ -83,6 +85,7 @@ class TokenBatch:
             return torch.nn.utils.rnn.pad_sequence([torch.tensor(value, dtype=dtype) for value in values], True, fill)
 
         rollouts = np.array([sample.rollout for sample in samples], dtype=np.int64)
+        credited = [np.full(len(each), each.rollout) if each.turns is None else each.turns for each in samples]
         trains = padded([sample.weights > 0 for sample in samples], torch.bool)
         taught = [sample.teacher for sample in samples if sample.teacher is not None]
         sampled = [np.where(sample.weights > 0, version - sample.staleness, -1) for sample in samples]
@@ -93,7 +96,7 @@ class TokenBatch:
             attention_mask=padded([np.ones(len(sample)) for sample in samples], torch.int64),
             trains=trains,
             weights=trains * torch.from_numpy(weights[rollouts]).float()[:, None],
-            advantages=trains * torch.from_numpy(advantages[rollouts])[:, None],
+            advantages=trains * padded([advantages[of] for of in credited], torch.float32),
             behaviour=padded([sample.behaviour for sample in samples], torch.float32),
             versions=padded(sampled, torch.int64, fill=-1),
             rewards=torch.from_numpy(rewards[rollouts]).float(),

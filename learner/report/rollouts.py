@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from slipstream.learner.report.journal import append_whole
-from slipstream.protocol.rollouts import RolloutView
+from slipstream.protocol.rollouts import TURN_REWARD, RolloutView
 
 MAX_BYTES = 64 * 1024**2
 
@@ -159,8 +159,9 @@ def _lines(messages: list[dict[str, Any]]) -> Iterator[Text]:
             named = next((i for i, (key, _) in enumerate(calls) if key == message.get("tool_call_id")), 0)
             yield Text(f"{calls.pop(named)[1]} -> {_cut(content, MAX_RESULT)}", style="cyan")
             continue
-        if content.strip():
-            yield Text.assemble((f"{role}: ", "bold"), _cut(content.strip(), MAX_TEXT))
+        at_turn = f" (reward {_number(reward)})" if isinstance(reward := message.get(TURN_REWARD), int | float) else ""
+        if content.strip() or at_turn:
+            yield Text.assemble((f"{role}{at_turn}: ", "bold"), _cut(content.strip(), MAX_TEXT))
         found = message.get("tool_calls")
         calls += [_call(call) for call in found] if isinstance(found, list) else []
     for _, call in calls:

@@ -38,15 +38,20 @@ def with_tokens(batch: Batch, scores: Mapping[int, Scores], texts: Texts) -> lis
 
 def _views(of: SampledTokens, scores: Scores | None, texts: Texts) -> list[TokenView]:
     found: list[TokenView] = []
-    for segment, weights in zip(of.segments, of.weights, strict=True):
+    for number, (segment, weights) in enumerate(zip(of.segments, of.weights, strict=True)):
+        advantages = None if of.advantages is None else of.advantages[number]
         trained = weights != 0
         learner = _aligned(segment.logprobs[trained], scores)
-        found += _of_segment(segment, trained, learner, texts)
+        found += _of_segment(segment, trained, learner, advantages, texts)
     return _ends(found)
 
 
 def _of_segment(
-    segment: Segment, trained: npt.NDArray[np.bool_], learner: npt.NDArray[np.float32] | None, texts: Texts
+    segment: Segment,
+    trained: npt.NDArray[np.bool_],
+    learner: npt.NDArray[np.float32] | None,
+    advantages: npt.NDArray[np.float32] | None,
+    texts: Texts,
 ) -> Iterable[TokenView]:
     count = len(segment.token_ids)
     of_learner: list[float | None] = [None] * count
@@ -62,7 +67,9 @@ def _of_segment(
     for place, text in enumerate(texts(segment.token_ids[first:].tolist()), first):
         sampled = bool(segment.loss_mask[place])
         logprob = round(float(segment.logprobs[place]), 4) if sampled else None
-        yield TokenView(text, versions[place] if sampled else None, logprob, of_learner[place], int(trained[place]))
+        version = versions[place] if sampled else None
+        advantage = round(float(advantages[place]), 4) if advantages is not None and trained[place] else None
+        yield TokenView(text, version, logprob, of_learner[place], int(trained[place]), advantage)
 
 
 def _aligned(sampled: npt.NDArray[np.float32], scores: Scores | None) -> npt.NDArray[np.float32] | None:

@@ -190,7 +190,7 @@ class Preparation:
             old=row.behaviour,
             proximal=proximal,
             entropy=scores.entropy,
-            advantages=self._advantages[row.rollout],
+            advantages=self._advantages[row.credited],
             weights=self._weights[row.rollout],
             staleness=row.staleness,
             rollout=row.rollout,

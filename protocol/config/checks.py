@@ -113,6 +113,17 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "correction_low": {"correction": _CORRECTED},
     "correction_high": {"correction": _CORRECTED},
     "proximal": {"correction": _CORRECTED},
+    "credit_discount": {"credit": ("turn", "gigpo")},
+    "gigpo_weight": {"credit": ("gigpo",)},
+}
+
+# What credit by turn cannot go with, and why.
+_OF_WHOLE_ROLLOUTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "advantage": (
+        ("batch", "gdpo"),
+        "it compares whole rollouts of the step; choose grpo, async_grpo, dr_grpo or rloo",
+    ),
+    "normalise_advantages": ((True,), "it is over the step's rollouts; leave it out"),
 }
 
 # Bounds above this are wide for gspo, since the mean ratio of a rollout hardly leaves 1.
@@ -142,6 +153,22 @@ def check_algorithm(learner: LearnerSection) -> None:
             wanted = " or ".join(f"{part} = {toml_value(v)}" for part, variants in readers.items() for v in variants)
             value = toml_value(getattr(learner, name))
             raise ValueError(f"learner.{name} = {value} does nothing with {chosen}: leave it out, or set {wanted}")
+    if learner.credit != "episode":
+        _check_credit(learner)
+
+
+def _check_credit(learner: LearnerSection) -> None:
+    """Refuse what reads or changes the reward of a whole rollout, which no turn has. Raises `ValueError`."""
+    refused = {name: why for name, (values, why) in _OF_WHOLE_ROLLOUTS.items() if getattr(learner, name) in values}
+    if learner.reward_clip is not None:
+        refused["reward_clip"] = (
+            "it bounds the rewards of rollouts, and turns would count as before; bound them yourself"
+        )
+    if learner.kl_in_reward and learner.kl_coef:
+        refused["kl_in_reward"] = "it changes the rewards of rollouts; leave it out, and the KL is in the loss"
+    for name, why in refused.items():
+        value = toml_value(getattr(learner, name))
+        raise ValueError(f"learner.{name} = {value} cannot go with learner.credit = {learner.credit}: {why}")
 
 
 # Parameters of transformers' `apply_chat_template`, and what rendering sets itself: no variables of a template.

@@ -57,6 +57,8 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             "task.shuffle": str(config.task.shuffle),
             "teacher": str((config.teacher.is_on, config.teacher.prompt)),
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
+            # Workers say where turns end only for those that need it.
+            **({} if config.learner.credit == "episode" else {"learner.credit": "turn or gigpo"}),
         },
     )
 

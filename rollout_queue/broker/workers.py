@@ -13,6 +13,7 @@ from math import ceil
 import msgspec
 
 from slipstream.protocol import reasons
+from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.messages import Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from slipstream.rollout_queue.broker.broker import Broker
 from slipstream.rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
@@ -185,12 +186,12 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     broker.registry.check_registered(broker.ledger.run, record.worker_id)
     rules = _rules(broker, evaluation)
     picked = recent_ones.wants(broker.now)
-    apart = broker.config.learner.advantage == "gdpo"
+    learner = broker.config.learner
     if len(body) <= _MAX_BYTES_AT_ONCE:
-        arrival, outcome, shown = _read(body, record, rules, step, picked, apart)
+        arrival, outcome, shown = _read(body, record, rules, step, picked, learner)
     else:
         async with broker.judging:
-            arrival, outcome, shown = await asyncio.to_thread(_read, body, record, rules, step, picked, apart)
+            arrival, outcome, shown = await asyncio.to_thread(_read, body, record, rules, step, picked, learner)
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
@@ -213,13 +214,14 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
 
 
 def _read(
-    body: bytes, record: TicketRecord, rules: validation.Rules, step: int | None, picked: bool, apart: bool
+    body: bytes, record: TicketRecord, rules: validation.Rules, step: int | None, picked: bool, learner: LearnerSection
 ) -> tuple[validation.Arrival, GroupOutcome, list[windows.Shown] | None]:
     """Validate a group and say what became of it; where it is `picked`, return some of its rollouts for people
-    besides. `apart`: whether advantages compare each reward function by itself."""
+    besides. `learner`: says what advantages compare."""
     arrival = validation.read(body, record, rules)
     shown = windows.pick_rollouts(arrival.group, step) if picked else None
-    return arrival, GroupOutcome.of(arrival.group, apart), shown
+    outcome = GroupOutcome.of(arrival.group, learner.advantage == "gdpo", learner.credit != "episode")
+    return arrival, outcome, shown
 
 
 def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | None:

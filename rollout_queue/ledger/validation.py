@@ -40,6 +40,8 @@ _MAX_NOTES = 256
 _MAX_NOTE_CHARACTERS = 4096
 _MAX_IMAGES = 4096
 _MAX_ARRAYS = 16
+# Share of their sizes by which a rollout's reward may differ from the sum of those at its turns: rounding.
+_SUM_WITHIN = 1e-6
 # Bytes of all images of a group, unpacked: the learner holds them for a step.
 _MAX_UNPACKED = 2 * MAX_BYTES
 
@@ -158,6 +160,7 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
                 _check_teacher(segment.teacher, segment.sampled_tokens, place)
             if segment.teacher_top is not None:
                 _check_teacher_top(segment.teacher_top, segment.sampled_tokens, rules.vocabulary, place)
+        _check_turns(rollout, f"rollout {number}")
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -397,6 +400,52 @@ def _check_teacher(teacher: npt.NDArray[np.float32], expected: int, where: str) 
         raise Refusal(reasons.LOGPROB_NOT_FINITE, f"{where}: a log-prob of the teacher is not finite")
     if (teacher > 0).any():
         raise Refusal(reasons.LOGPROB_POSITIVE, f"{where}: a log-prob of the teacher is {teacher.max()}, above 0")
+
+
+def _check_turns(rollout: Rollout, where: str) -> None:
+    ends, rewards = rollout.turn_ends, rollout.turn_rewards
+    if isinstance(ends, msgspec.UnsetType):
+        if rewards:
+            raise Refusal(reasons.TURN_COVER, f"{where}: {len(rewards)} turn_rewards without turn_ends; send both")
+        return
+    if len(ends) != rollout.turns:
+        raise Refusal(
+            reasons.TURN_COVER, f"{where}: {len(ends)} turn_ends for {rollout.turns} turns; send one for each"
+        )
+    last = [0] * len(rollout.segments)
+    for turn, (number, end) in enumerate((of.segment, of.end) for of in ends):
+        if not 0 <= number < len(last) or not last[number] < end <= len(rollout.segments[number].loss_mask):
+            raise Refusal(
+                reasons.TURN_COVER,
+                f"{where}: turn {turn} ends before token {end} of segment {number}, which is none of its tokens or not "
+                f"after the turn before it",
+            )
+        if not rollout.segments[number].loss_mask[end - 1]:
+            raise Refusal(
+                reasons.TURN_COVER, f"{where}: turn {turn} ends in segment {number} with token {end - 1}, not sampled"
+            )
+        last[number] = end
+    for number, (segment, end) in enumerate(zip(rollout.segments, last, strict=True)):
+        if rest := int(np.count_nonzero(segment.loss_mask[end:])):
+            raise Refusal(reasons.TURN_COVER, f"{where}: {rest} sampled tokens of segment {number} are in no turn")
+    if not isinstance(rewards, msgspec.UnsetType):
+        _check_turn_rewards(rewards, rollout, where)
+
+
+def _check_turn_rewards(rewards: list[float], rollout: Rollout, where: str) -> None:
+    if len(rewards) != rollout.turns:
+        raise Refusal(
+            reasons.TURN_COVER, f"{where}: {len(rewards)} turn_rewards for {rollout.turns} turns; send one for each"
+        )
+    for turn, value in enumerate(rewards):
+        if wrong := _metric_fault(value):
+            raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: the reward at turn {turn} {wrong}")
+    total = math.fsum(rewards)
+    if abs(total - rollout.reward) > _SUM_WITHIN * max(1.0, math.fsum(map(abs, rewards))):
+        raise Refusal(
+            reasons.TURN_COVER,
+            f"{where}: its turn_rewards add up to {total:g}, its reward is {rollout.reward:g}; send their sum",
+        )
 
 
 def _check_logprobs(segment: Segment, where: str) -> None:

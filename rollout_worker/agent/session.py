@@ -16,7 +16,7 @@ import msgspec
 
 from slipstream.protocol import tracing
 from slipstream.protocol.config import RolloutSection
-from slipstream.protocol.messages import FinishReason, Rollout
+from slipstream.protocol.messages import FinishReason, Rollout, TurnEnd
 from slipstream.protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from slipstream.protocol.versions import SERVED_MODEL_NAME
 from slipstream.rollout_worker.agent.allowance import Allowance
@@ -44,6 +44,7 @@ from slipstream.rollout_worker.inference.experts import known_until
 from slipstream.rollout_worker.inference.failures import EpisodeFailed
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.task.reward_base import TEXT_CHARACTERS
+from slipstream.rollout_worker.task.turn_rewards import TurnRewards
 from slipstream.rollout_worker.tools.base import ToolResult
 from slipstream.rollout_worker.user_code.values import encodable
 
@@ -139,6 +140,7 @@ class Session:
         turns: Number of answers so far.
         failure: Why the last request could not be sampled; None after an answer.
         refused: Status and text of the last error that a request got; None before one.
+        turn_rewards: The rewards that the agent gives at its turns.
         responses: The episode's responses.
         pace: How fast requests are handled.
     """
@@ -156,6 +158,7 @@ class Session:
         self.failure: EpisodeFailed | None = None
         self.refused: str | None = None
         self.temperature = temperature
+        self.turn_rewards = TurnRewards()
         self.responses = ResponsesApi()
         self.pace = Pace(shared.episodes.notices)
         self.agent_clock = agent_clock or AgentClock(shared.episodes.capacity, shared.episodes.clock)
@@ -164,6 +167,7 @@ class Session:
         self._reading = Reading(shared.rollout, temperature, shared.refuse)
         self._affinity = affinity
         self._deadline = deadline
+        self._answers: list[Answer] = []
         self._tree = Tree()
         self._over = False
         self._requests: set[asyncio.Task[Any]] = set()
@@ -233,8 +237,14 @@ class Session:
             timings=timings,
             extra=self._segments(metrics),
         )
-        messages = [message for answer in line for message in (*answer.shown, answer.message)]
+        messages: list[Message] = []
+        turn_of: dict[int, int] = {}
         begins = len(line[0].shown) if line else 0
+        turns = {id(answer): turn for turn, answer in enumerate(self._answers)}
+        for answer in line:
+            messages += [*answer.shown, answer.message]
+            turn_of[len(messages) - 1 - begins] = turns[id(answer)]
+        numbers = {id(draft): number for number, draft in enumerate(self._tree.drafts)}
         return Episode(
             self._tree.drafts,
             rollout,
@@ -243,6 +253,9 @@ class Session:
             messages[begins:],
             line[-1].text if line else "",
             self._sampled_tokens,
+            turn_ends=[TurnEnd(numbers[id(answer.draft)], answer.end) for answer in self._answers],
+            turn_of=turn_of,
+            turn_rewards=self.turn_rewards,
         )
 
     def _segments(self, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -431,7 +444,9 @@ class Session:
         if self._tree.drafts and not appends:
             self._count_segment(NewSegment("branch") if is_more else why_new(self._tree, place))
         answer = self._tree.add(place.before, context, sampled, parsed)
+        self._answers.append(answer)
         self.turns += 1
+        self.turn_rewards.turns = self.turns
         self._sampled_tokens += len(sampled.token_ids)
         self.failure, self._allowance.ended_as = None, turn.ended_as
         return answer

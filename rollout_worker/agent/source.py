@@ -36,6 +36,7 @@ from slipstream.rollout_worker.task.agent import (
 from slipstream.rollout_worker.task.reward_base import OWN_REWARD, RESULTS, TEXT_CHARACTERS
 from slipstream.rollout_worker.task.roles import Roles
 from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.task.turn_rewards import rewarding
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ class AgentSource:
         raised: FinishReason | None = None
         try:
             async with deadline.limit:
-                with played.clock.agent():
+                given = {role: session.turn_rewards for role, session in played.sessions.items()}
+                with played.clock.agent(), rewarding(given):
                     result = await episodes.code.call(
                         self.agent.function,
                         read_result if self.roles is None else read_result_of(self.roles.trained),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from slipstream.protocol import reasons
 from slipstream.protocol.images import ImagePlace
-from slipstream.protocol.messages import Rollout, SamplingMask, Segment, TeacherTop, VersionSpan
+from slipstream.protocol.messages import Rollout, SamplingMask, Segment, TeacherTop, TurnEnd, VersionSpan
 from slipstream.protocol.rollouts import NEW_SEGMENTS
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.chat.parsers.base import Message
@@ -24,6 +24,7 @@ from slipstream.rollout_worker.inference.engine import AS_THE_RUN, Masks, OwnPar
 from slipstream.rollout_worker.inference.experts import RecordedExperts, joined
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import PendingChoice
+from slipstream.rollout_worker.task.turn_rewards import TurnRewards
 from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.rollout_worker.vision.messages import Placed
 
@@ -54,6 +55,9 @@ class Episode:
         why_no_reward: Why it has no reward, if neither it nor a reward function gives one.
         chat: The chat format that rendered its prompt; None if an agent did.
         is_further_role: Whether it is what another role said in an episode that is counted already.
+        turn_ends: Where each turn ends.
+        turn_of: The turn, from 0, that each of `messages` is, by its place; those that are none are not in it.
+        turn_rewards: The rewards that tools, environment or agent give at turns.
     """
 
     drafts: list[SegmentDraft]
@@ -68,6 +72,9 @@ class Episode:
     why_no_reward: NoReward = NoReward()
     is_further_role: bool = False
     chat: ChatFormat | None = None
+    turn_ends: list[TurnEnd] = field(default_factory=list)
+    turn_of: dict[int, int] = field(default_factory=dict)
+    turn_rewards: TurnRewards = field(default_factory=TurnRewards)
 
     @classmethod
     def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:
@@ -102,8 +109,10 @@ class Episode:
         """Append the ids of tool messages, with the images in them, and the turn that was sampled after them."""
         self.drafts[-1].images += images
         self.drafts[-1].add(suffix, turn)
+        self.turn_ends.append(TurnEnd(len(self.drafts) - 1, len(self.ids)))
         self.sampled_tokens += len(turn.token_ids)
         self.rollout.turns += 1
+        self.turn_rewards.turns = self.rollout.turns
 
     def open_segment(self, prompt_ids: list[int], images: Sequence[Placed] = ()) -> None:
         """Begin a new segment: later turns belong to it."""

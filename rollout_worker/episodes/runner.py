@@ -32,6 +32,7 @@ from slipstream.rollout_worker.inference.experts import known_until
 from slipstream.rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from slipstream.rollout_worker.inference.router import Affinity
 from slipstream.rollout_worker.inference.sampler import Sampler
+from slipstream.rollout_worker.task.turn_rewards import rewarding
 from slipstream.rollout_worker.tools.base import ToolResult, count_call
 from slipstream.rollout_worker.vision.messages import Placed, images_of, placed
 from slipstream.rollout_worker.vision.processor import Seen
@@ -144,14 +145,17 @@ class EpisodeRunner:
                     note_turn(span, rollout.turns + 1, turn)
             first = None
             await self.loop_yield.passed()
+            parsed = await self.parsed(chat, prompt_ids, turn.token_ids)
+            # Nothing is awaited from here to the messages: an episode has as many turns as messages of them.
             if following.prompt is not None:
                 episode.open_segment(following.prompt, following.placed(episode))
                 episode.add_turn([], turn)
             else:
                 episode.add_turn(following.suffix, turn, following.placed(episode))
-            parsed = await self.parsed(chat, prompt_ids, turn.token_ids)
             episode.text = parsed.text
             episode.messages += [*answers, parsed.message()]
+            newest = rollout.turns - 1
+            episode.turn_of[len(episode.messages) - 1] = newest
             if turn.finish_reason == "length":
                 return budget.ends_as
             ended: FinishReason | None = None
@@ -166,6 +170,7 @@ class EpisodeRunner:
                     self._timed(episode, "tools"),
                     self.capacity.being("tools"),
                     tracing.span("tools", calls=len(parsed.calls)) as span,
+                    rewarding({"": episode.turn_rewards}, newest),
                 ):
                     results = await setup.tools.run(parsed.calls)
                     span.set(failures=sum(result.failed for result in results))
@@ -174,7 +179,8 @@ class EpisodeRunner:
                 self._count(results, rollout)
                 answers = [result.message() for result in results]
             else:
-                given = await setup.respond(episode.messages) if setup.respond is not None else None
+                with rewarding({"": episode.turn_rewards}, newest):
+                    given = await setup.respond(episode.messages) if setup.respond is not None else None
                 if given is None:
                     return "stop"
                 if ended is not None:

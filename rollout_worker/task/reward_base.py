@@ -83,6 +83,8 @@ class RewardBatch:
         prompts: One per rollout, where environments gave each its own.
         own: For each rollout the rewards that it brings with it, by component.
         inputs: What else rollouts bring for functions that ask for it: one value per rollout, by name of the parameter.
+        turns: For each rollout the number of its turns; empty where each has one.
+        at_turns: For each rollout the rewards that it was given at its turns, by name: one number per turn.
     """
 
     prompt: Any
@@ -93,6 +95,13 @@ class RewardBatch:
     prompts: list[Any] | None = None
     own: Sequence[Mapping[str, float | None]] = ()
     inputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    turns: Sequence[int] = ()
+    at_turns: Sequence[Mapping[str, list[float]]] = ()
+
+    @property
+    def turns_each(self) -> Sequence[int]:
+        """For each rollout the number of its turns."""
+        return self.turns or [1] * len(self.completions)
 
     @classmethod
     def made_up(cls, row: Mapping[str, Any], size: int) -> Self:
@@ -118,13 +127,13 @@ class Values:
     """Results of one reward for a batch.
 
     Attributes:
-        rewards: A number or None per rollout.
+        rewards: A number or None per rollout; a list of one number per turn where a function gave that.
         metrics: Numbers of the whole batch, by name.
         extra: One text per rollout, by column.
         left_out: Why notes were not kept.
     """
 
-    rewards: list[float | None]
+    rewards: Sequence[float | list[float] | None]
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, list[str]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -139,12 +148,32 @@ class Score:
         reward: Weighted sum of the components that are not None; None if all are.
         metrics: Numbers that the rewards noted.
         extra: Texts that the rewards noted.
+        turn_rewards: The reward at each turn, in which components that are no lists count at the last; None if no
+            component is a list.
     """
 
     components: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
+    turn_rewards: list[float] | None = None
+
+    def add(self, name: str, value: float | list[float] | None, weight: float, turns: int) -> None:
+        """Add a reward: a number of the whole rollout, or one for each of its `turns`. None adds nothing."""
+        total = sum(value) if isinstance(value, list) else value
+        self.components[name] = total
+        if total is None:
+            return
+        if isinstance(value, list) and self.turn_rewards is None:
+            self.turn_rewards = _at_last_turn(self.reward or 0.0, turns)
+        self.reward = (self.reward or 0.0) + weight * total
+        if self.turn_rewards is not None:
+            given = value if isinstance(value, list) else _at_last_turn(total, turns)
+            self.turn_rewards = [before + weight * each for before, each in zip(self.turn_rewards, given, strict=True)]
+
+
+def _at_last_turn(value: float, turns: int) -> list[float]:
+    return [*[0.0] * (turns - 1), value]
 
 
 class Reward(Protocol):

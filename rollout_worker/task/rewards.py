@@ -93,7 +93,7 @@ class FunctionReward:
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Call the function. Raises `RewardError`."""
         notes = Notes(len(batch.completions))
-        plain = partial(_checked, self.name, self._function, len(batch.completions))
+        plain = partial(_checked, self.name, self._function, batch.turns_each)
         try:
             rewards = await self._code.call(
                 self._with_environments(batch), plain, timeout_s, user_code.Kind.REWARD, **self._arguments(batch, notes)
@@ -145,12 +145,16 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameters)
 
 
-def _checked(name: str, function: Callable[..., Any], size: int, values: Any) -> list[float | None]:
+def _checked(
+    name: str, function: Callable[..., Any], turns: Sequence[int], values: Any
+) -> list[float | list[float] | None]:
+    """Read what a function returned for completions with these numbers of turns. Raises `RewardError`."""
+    size = len(turns)
     try:
         if issubclass(type(values), _NO_LISTS):
             raise TypeError(f"it is a {type_name(values)}")
         # Reading one value beyond the count shows that there are too many, even of values without end.
-        rewards = [None if value is None else as_number(value) for value in islice(values, size + 1)]
+        rewards = [_number_or_turns(value) for value in islice(values, size + 1)]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
         raise RewardError(name, text, NOT_NUMBERS, user_code.defined_at(function)) from None
@@ -158,10 +162,36 @@ def _checked(name: str, function: Callable[..., Any], size: int, values: Any) ->
         number = f"{len(rewards)}" if len(rewards) < size else f"more than {size}"
         text = f"{name} returned {number} rewards for {size} completions; return one for each, in their order"
         raise RewardError(name, text, WRONG_NUMBER, user_code.defined_at(function))
-    if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
-        text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"
-        raise RewardError(name, text, "not finite", user_code.defined_at(function))
+    if len({type(reward) for reward in rewards if reward is not None}) > 1:
+        at = next(number for number, reward in enumerate(rewards) if isinstance(reward, list))
+        text = (
+            f"{name} returned numbers, and for completion {at} a list; return one number for each completion, or for "
+            f"each a list of one number per turn"
+        )
+        raise RewardError(name, text, "mixed", user_code.defined_at(function))
+    for at, reward in enumerate(rewards):
+        if isinstance(reward, list) and len(reward) != turns[at]:
+            text = (
+                f"{name} returned {len(reward)} numbers for completion {at}, which has {turns[at]} turns of the "
+                f"policy; return one per turn, in their order, or one number for the whole"
+            )
+            raise RewardError(name, text, "wrong number of turns", user_code.defined_at(function))
+        if reward is None:
+            continue
+        for turn, value in enumerate(reward if isinstance(reward, list) else [reward]):
+            if not math.isfinite(value):
+                where = f" at turn {turn} of completion {at}" if isinstance(reward, list) else ""
+                text = f"{name} returned {value}{where}; a reward is a finite number, or None for no reward"
+                raise RewardError(name, text, "not finite", user_code.defined_at(function))
     return rewards
+
+
+def _number_or_turns(value: Any) -> float | list[float] | None:
+    """Read the reward of a rollout: a number, None, or one number per turn, also as an array of several."""
+    if value is None:
+        return None
+    is_array = getattr(value, "ndim", 0) == 1 and len(value) > 1
+    return [as_number(number) for number in value] if is_array or isinstance(value, list | tuple) else as_number(value)
 
 
 class RewardFunctions:
@@ -246,7 +276,7 @@ class RewardFunctions:
         """
         async with asyncio.TaskGroup() as tasks:
             runs = [tasks.create_task(self._tried(reward, batch, notify)) for reward in self._rewards]
-        scores = [Score() for _ in batch.completions]
+        scores, turns = [Score() for _ in batch.completions], batch.turns_each
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         for name, run in zip(self.names, runs, strict=True):
             outcome = run.result()
@@ -257,18 +287,26 @@ class RewardFunctions:
             for metric, noted in outcome.metrics.items():
                 metrics[metric].append(noted)
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
-                score.components[name] = value
+                score.add(name, value, self.weights[name], turns[number])
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
         # An agent need not give a reward where functions do: a reward that no rollout brings is no component then.
         silent = bool(self.names) and not any(OWN_REWARD in own for own in batch.own)
         brought = [name for name in self._own if name != OWN_REWARD or not silent]
         for number, score in enumerate(scores):
-            score.components |= {name: batch.own[number].get(name) for name in brought}
-            if not self.weights:
+            at_turns = dict(batch.at_turns[number]) if batch.at_turns else {}
+            if taken := next((name for name in at_turns if name in self.names), None):
+                text = f"slipstream.reward(..., {taken!r}) has the name of a reward function; choose another"
+                raise RewardError(taken, text, "name", None)
+            for name in brought:
+                value = batch.own[number].get(name)
+                given = at_turns.pop(name, None)
+                score.add(
+                    name, value if given is None else [*given[:-1], given[-1] + (value or 0.0)], 1.0, turns[number]
+                )
+            for name, given in at_turns.items():
+                score.add(name, given, 1.0, turns[number])
+            if score.reward is None and not self.weights:
                 score.reward = 0.0  # a teacher alone teaches
-            for name, value in score.components.items():
-                if value is not None:
-                    score.reward = (score.reward or 0.0) + self.weights[name] * value
             score.metrics = {metric: math.fsum(values) / len(values) for metric, values in metrics.items()}
         return scores
 

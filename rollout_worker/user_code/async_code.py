@@ -153,7 +153,7 @@ class EventLoop:
         self._answered = number
 
     def _start(self, call: Call, came_back: Callable[[Call], None]) -> None:
-        call.task = self._loop.create_task(call.run_async())
+        call.task = self._loop.create_task(call.run_async(), context=call.context)
         self._calls[call.task] = call
         # Not at the end of the coroutine: one that other code cancels before its first step never runs.
         call.task.add_done_callback(partial(self._ended, call, came_back))

@@ -12,6 +12,7 @@ to the other.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
 from collections.abc import Callable
@@ -69,6 +70,7 @@ class Call:
         awaiting: The pool that awaits what the function returns. None if an awaitable is an ordinary result.
         pool: The pool that has the call now.
         loop: The caller's event loop.
+        context: The caller's context variables, in which the function runs.
         future: Set on `loop` when the call has ended or is late. None once its caller knows.
         finished: Set on `loop` when the call is not running and never will be.
         wanted: False if nobody waits for the call any more. If the function was not called by then, it never is.
@@ -91,6 +93,7 @@ class Call:
     awaiting: CallPool | None = None
     pool: CallPool | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
     future: asyncio.Future[None] | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     wanted: bool = True
@@ -142,7 +145,7 @@ class Call:
         if self.wanted and self.start is not None:
             self.began = True
             with contained(self._fail):
-                result = self.start()
+                result = self.context.run(self.start)
                 if self.awaiting is not None and _is_awaited(result):
                     self.pending = result
                 else:

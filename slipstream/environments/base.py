@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from slipstream.protocol.config import ConfigError
 from slipstream.protocol.rollouts import is_counted
 from slipstream.rollout_worker.task.reward_base import MAX_METRICS
+from slipstream.rollout_worker.task.turn_rewards import in_episode, reward
 from slipstream.rollout_worker.user_code.values import as_number
 
 # Numbers that an observation may have to be written as text; more are an image or a tensor.
@@ -32,7 +33,11 @@ class Step(NamedTuple):
 
 
 class Score:
-    """Adds up the rewards of one episode. `of`: the environment, for errors."""
+    """Adds up the rewards of one episode. `of`: the environment, for errors.
+
+    Attributes:
+        total: Their sum, without those that `at_turn` took.
+    """
 
     def __init__(self, of: str) -> None:
         self._of = of
@@ -56,6 +61,12 @@ class Score:
                 f"reward, or wrap it"
             )
         self.total += number
+
+    def at_turn(self, name: str) -> None:
+        """Give the sum so far to the turn that led to it, where an episode runs. `name`: of the reward."""
+        if in_episode():
+            reward(self.total, name)
+            self.total = 0.0
 
 
 class TurnEnvironment(ABC):
@@ -83,10 +94,11 @@ class TurnEnvironment(ABC):
         """Take the last turn as an action. Returns what it led to; None at the end."""
         step = self._step(last_text(messages))
         self._score.add(step.reward)
+        self._score.at_turn(type(self).__name__)
         return None if step.is_over else step.text
 
     def get_reward(self) -> float:
-        """Return the sum of the rewards."""
+        """Return the sum of the rewards that no turn has."""
         return self._score.total
 
     @abstractmethod

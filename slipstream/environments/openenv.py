@@ -87,6 +87,7 @@ class OpenEnvEnvironment:
             return str(error)
         result = await self._asked("step", self._client.step(action))
         self._score.add(result.reward)
+        self._score.at_turn(type(self).__name__)
         return None if result.done else self._text(result.observation)
 
     def get_reward(self) -> float:

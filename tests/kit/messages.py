@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.protocol.messages import Group, Rollout, Segment, Ticket, VersionSpan
+from slipstream.protocol.messages import Group, Rollout, Segment, Ticket, TurnEnd, VersionSpan
 
 VOCABULARY = 64
 SERVER = "vllm-0"
@@ -68,6 +68,24 @@ def group(
         "finished_at": 2.0,
     }
     return Group(**{**values, **fields})
+
+
+def group_of_turns(
+    *rewards: Sequence[float], ticket: Ticket | str = "0.0", states: Sequence[Sequence[int]] | None = None
+) -> Group:
+    """Make a group with a rollout for each sequence of rewards, one reward at each of its turns.
+
+    A turn is two tokens, sampled after one that was given: token `states[rollout][turn]`, or the number of the turn.
+    """
+    made = group(ticket, [float(sum(of)) for of in rewards])
+    version = ticket.version if isinstance(ticket, Ticket) else 0
+    for number, (rollout, of) in enumerate(zip(made.rollouts, rewards, strict=True)):
+        one = segment((None, version, version) * len(of), number)
+        one.token_ids[::3] = range(len(of)) if states is None else states[number]
+        rollout.segments, rollout.turns = [one], len(of)
+        rollout.turn_ends = [TurnEnd(0, 3 * turn + 3) for turn in range(len(of))]
+        rollout.turn_rewards = [float(value) for value in of]
+    return made
 
 
 def group_of_roles(*roles: tuple[str, float], ticket: Ticket | str = "0.0") -> Group:

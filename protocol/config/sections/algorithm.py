@@ -63,6 +63,22 @@ class ObjectiveSection(Section):
         description="normalise advantages to mean 0 and standard deviation 1 over the step",
         why="TRL's",
     )
+    credit: Literal["episode", "turn", "gigpo"] = setting(
+        "episode",
+        description="rewards of which a token has the advantage: episode, the rollout's; turn, those since its turn, "
+        "among the group's at that turn; gigpo, both, the latter among turns of the same state",
+        why="needs no rewards at turns",
+    )
+    credit_discount: float = setting(
+        1.0,
+        ge=0,
+        le=1,
+        description="turn, gigpo: a reward k turns later counts this to the power of k",
+        why="all count in full",
+    )
+    gigpo_weight: float = setting(
+        1.0, gt=0, le=100, description="gigpo: weight of the advantage among equal states", why="the paper's"
+    )
     objective: Literal[
         "ppo_clip",
         "gspo",

@@ -17,6 +17,7 @@
     "reasoning",
     "thinking",
     "tool_call_id",
+    "turn_reward",
   ]);
 
   /** Returns JSON for people; what cannot be written as such, as text. */
@@ -80,7 +81,8 @@
     const reasoning = message.reasoning_content || message.reasoning || message.thinking;
     const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
     const rest = Object.entries(message).filter(([name, value]) => !KEPT.has(name) && value !== null && value !== "");
-    const title = (message.name ? `${role} ${message.name}` : role).slice(0, 200);
+    const named = (message.name ? `${role} ${message.name}` : role).slice(0, 200);
+    const title = isNumber(message.turn_reward) ? `${named}, reward ${number(message.turn_reward)}` : named;
     const parts = [
       reasoning ? fold("reasoning", "reasoning", false, longText(json(reasoning))) : null,
       ...contentOf(message.content),
@@ -132,14 +134,15 @@
   };
 
   /** Returns the background of a token of a rollout. `versions`: those of the rollout, rising. */
-  function shade([, version, logprob, learner, trained], by, versions, view) {
+  function shade([, version, logprob, learner, trained, own], by, versions, view) {
     const tint = (name, share) =>
       `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
     if (by === "version") return tint(`--series-${(versions.indexOf(version) % 10) + 1}`, 0.45);
     if (by === "mask") return trained ? tint("--good", 0.35) : tint("--dim", 0.3);
     if (by === "advantage") {
-      if (!trained || !view.advantage) return "";
-      return tint(view.advantage > 0 ? "--good" : "--bad", 0.1 + Math.abs(view.advantage) / 2);
+      const advantage = own ?? view.advantage;
+      if (!trained || !advantage) return "";
+      return tint(advantage > 0 ? "--good" : "--bad", 0.1 + Math.abs(advantage) / 2);
     }
     if (by === "ratio") {
       if (!isNumber(logprob) || !isNumber(learner)) return "";
@@ -149,8 +152,8 @@
     return isNumber(value) ? tint("--bad", -value / 5) : "";
   }
 
-  /** Says a token's figures. `advantage`: its rollout's, which all of its tokens that train have. */
-  function figuresOf([text, version, logprob, learner, trained], advantage) {
+  /** Says a token's figures. `advantage`: its rollout's, which a token that trains has unless its turn has its own. */
+  function figuresOf([text, version, logprob, learner, trained, own], advantage) {
     const ratio = isNumber(logprob) && isNumber(learner) ? Math.exp(learner - logprob) : null;
     const said = [
       `"${String(text).slice(0, 80)}"`,
@@ -158,7 +161,7 @@
       `log-prob ${number(logprob)}`,
       `learner's ${number(learner)}`,
       `ratio ${number(ratio)}`,
-      trained ? `trains  advantage ${number(advantage)}` : "does not train",
+      trained ? `trains  advantage ${number(own ?? advantage)}` : "does not train",
     ];
     return visible(said.join("  "));
   }

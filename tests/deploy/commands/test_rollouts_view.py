@@ -314,3 +314,14 @@ def test_new_rollouts_are_followed_through_half_lines_a_new_file_and_a_resume_to
 def test_bad_input_follow_goes_alone_and_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere: there is no such run; start it"):
         print_followed(tmp_path / "nowhere", as_json=False, is_over=lambda: True)
+
+
+def test_the_reward_at_a_turn_stands_at_its_message() -> None:
+    messages = [said("", ("multiply", {"a": 3, "b": 4})) | {"turn_reward": 0.25}, answer("multiply", "12"), said("12")]
+    messages[2]["turn_reward"] = "an agent's own field"
+    assert shown(view(1, messages=messages))[2:] == [
+        "  assistant  reward 0.25",
+        "    multiply(a=3, b=4) -> 12",
+        "  assistant",
+        "    12",
+    ]

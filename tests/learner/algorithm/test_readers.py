@@ -11,13 +11,14 @@ import pytest
 
 from slipstream.learner.algorithm.advantages import ADVANTAGES
 from slipstream.learner.algorithm.corrections import CORRECTIONS
+from slipstream.learner.algorithm.credit import CREDITS
 from slipstream.learner.algorithm.objectives import OBJECTIVES
 from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.config.checks import READERS
 
 # Settings that are applied where all variants of a part meet them.
 APPLIED_BEFORE = {"reward_clip", "kl_in_reward", "proximal"}
-PARTS = {"advantage": ADVANTAGES, "objective": OBJECTIVES, "correction": CORRECTIONS}
+PARTS = {"advantage": ADVANTAGES, "credit": CREDITS, "objective": OBJECTIVES, "correction": CORRECTIONS}
 
 
 def reads(variant: type) -> set[str]:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from slipstream.learner.algorithm import advantages
 from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
+from slipstream.learner.feed.token_batch import TokenBatch
 from slipstream.protocol.config import LearnerSection
-from slipstream.protocol.messages import FinishReason, Group
+from slipstream.protocol.messages import FinishReason, Group, TurnEnd
 from tests.kit import LEARNER, config, group, segment
-from tests.kit.messages import group_of_roles
+from tests.kit.messages import group_of_roles, group_of_turns
 
 VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
 
@@ -405,3 +406,92 @@ def test_a_batch_is_the_same_in_whichever_order_its_groups_came() -> None:
     first, second = batches
     assert [row.input_ids.tolist() for row in first.rows] == [row.input_ids.tolist() for row in second.rows]
     assert [row.rollout.tolist() for row in first.rows] == [row.rollout.tolist() for row in second.rows]
+
+
+def test_a_step_knows_the_turn_of_each_token_and_what_was_seen_before_it() -> None:
+    draft = _draft(groups_per_step=2, credit="gigpo")
+    first = group_of_turns([0.0, 1.0], [0.5], ticket="a", states=[[5, 9], [5]])
+    second = group_of_turns([1.0], [0.0, 0.0, 0.25], ticket="b", states=[[5], [6, 5, 6]])
+    second.index = 1
+    assert draft.add([LeasedGroup(first, 0), LeasedGroup(second, 0)]) == {}
+    batch = draft.finish()
+    turns = batch.rollouts.turns
+    assert turns is not None
+    assert turns.counts.tolist() == [2, 1, 1, 3]
+    assert turns.rewards.tolist() == [0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.25]
+    assert turns.states.tolist() == [0, 1, 0, 0, 1, 0, 1], "numbered in each group"
+    assert [of.turns.tolist() for of in batch.sequences if of.turns is not None] == [
+        [0, 0, 0, 1, 1, 1],
+        [2, 2, 2],
+        [3, 3, 3],
+        [4, 4, 4, 5, 5, 5, 6, 6, 6],
+    ]
+    assert batch.advantages.shape == (7,)
+    for row in batch.rows:
+        for rollout, turn in zip(row.rollout.tolist(), row.credited.tolist(), strict=True):
+            assert turn in turns.of(np.array([rollout]))
+
+
+def test_a_turn_may_stand_in_a_segment_that_others_have_left() -> None:
+    """As an agent's, which comes back to an earlier conversation; order is that of sampling."""
+    made = group_of_turns([1.0, 2.0, 4.0], [0.0])
+    rollout = made.rollouts[0]
+    rollout.segments = [segment((None, 0, 0, None, 0)), segment((None, None, 0), seed=1)]
+    rollout.turn_ends = [TurnEnd(0, 3), TurnEnd(1, 3), TurnEnd(0, 5)]
+    draft = _draft(groups_per_step=1, credit="turn", advantage="dr_grpo")
+    draft.add([LeasedGroup(made, 0)])
+    batch = draft.finish()
+    assert [of.turns.tolist() for of in batch.sequences if of.turns is not None][:2] == [[0, 0, 0, 2, 2], [1, 1, 1]]
+    assert batch.advantages.tolist() == [3.5, 3.0, 2.0, -3.5]
+
+
+def test_turns_without_a_token_between_them_are_two() -> None:
+    """As of an agent that continues its own text: only `turn_ends` tells them apart."""
+    made = group_of_turns([1.0, 0.0], [0.0, 0.0])
+    for rollout in made.rollouts:
+        rollout.segments = [segment((None, 0, 0, 0, 0))]
+        rollout.turn_ends = [TurnEnd(0, 2), TurnEnd(0, 5)]
+    draft = _draft(groups_per_step=1, credit="turn")
+    draft.add([LeasedGroup(made, 0)])
+    (first, _) = draft.finish().sequences
+    assert first.turns is not None
+    assert first.turns.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_a_group_whose_worker_did_not_say_where_turns_end_has_one_turn_a_rollout() -> None:
+    draft = _draft(groups_per_step=1, credit="turn")
+    draft.add([LeasedGroup(group("old", [0.0, 1.0]), 0)])
+    batch = draft.finish()
+    assert batch.rollouts.turns is not None
+    assert batch.rollouts.turns.counts.tolist() == [1, 1]
+    assert batch.advantages.tolist() == advantages_of(batch).tolist()
+
+
+@pytest.mark.parametrize(("credit", "flat"), [("episode", True), ("turn", False), ("gigpo", False)])
+def test_a_group_of_equal_sums_is_dropped_only_where_its_turns_teach_nothing(credit: str, flat: bool) -> None:
+    draft = _draft(groups_per_step=1, credit=credit)
+    dropped = draft.add([LeasedGroup(group_of_turns([1.0, 0.0], [0.0, 1.0]), 0)])
+    assert dropped == ({"0.0": "zero_variance"} if flat else {})
+    assert draft.add([LeasedGroup(group_of_turns([1.0, 0.0], [1.0, 0.0], ticket="b"), 0)]) == {"b": "zero_variance"}
+
+
+def test_rewards_at_turns_count_as_their_sum_for_episode() -> None:
+    """What is shown of a rollout has them, and the tokens of each turn its advantage."""
+    made = group_of_turns([0.0, 1.0], [0.0, 0.0])
+    plain, by_turn = _draft(groups_per_step=1), _draft(groups_per_step=1, credit="turn", advantage="dr_grpo")
+    for draft in (plain, by_turn):
+        draft.add([LeasedGroup(made, 0)])
+    batch = plain.finish()
+    assert batch.rollouts.turns is None
+    assert batch.advantages.tolist() == advantages_of(batch).tolist()
+    best = by_turn.finish().samples[0]
+    assert (best.turn_rewards, best.turn_advantages, best.advantage) == ([0.0, 1.0], [0.5, 0.5], 0.5)
+
+
+def test_a_trainer_of_one_s_own_gets_the_advantage_of_each_turn() -> None:
+    draft = _draft(groups_per_step=1, credit="turn", advantage="dr_grpo")
+    draft.add([LeasedGroup(group_of_turns([0.0, 1.0], [2.0, 0.0]), 0)])
+    batch = draft.finish()
+    tokens = TokenBatch.of(1, 0, batch.sequences, batch.rollouts.rewards, batch.advantages, np.full(2, 0.25))
+    assert tokens.advantages.tolist() == [[0, -0.5, -0.5, 0, 0.5, 0.5], [0, 0.5, 0.5, 0, -0.5, -0.5]]
+    assert tokens.rewards.tolist() == [1.0, 2.0]

@@ -18,6 +18,7 @@ from slipstream.learner.training.trainer import PolicyTrainer
 from slipstream.protocol.messages import Group, Rollout
 from slipstream.protocol.rollouts import RolloutView
 from tests.kit import LEARNER, config, group, segment
+from tests.kit.messages import group_of_turns
 
 PATTERN = (None, None, 0, 0, None, 1, 1, 1)
 
@@ -114,3 +115,15 @@ def test_a_view_with_tokens_comes_back_from_its_line() -> None:
     (view, _) = with_tokens(finished([two_segments("0.0")]), {}, texts)
     assert msgspec.json.decode(msgspec.json.encode(view), type=RolloutView) == view
     assert msgspec.json.decode(msgspec.json.encode(view))["tokens"][2][1] == 0
+
+
+def test_a_token_has_the_advantage_of_its_turn_where_turns_have_their_own() -> None:
+    run = config(LEARNER, learner={"groups_per_step": 1, "credit": "turn", "advantage": "dr_grpo"})
+    draft = Draft(run, 1, 1, "1-1")
+    draft.add([LeasedGroup(group_of_turns([0.0, 1.0], [2.0, 0.0]), 1)])
+    best, worst = with_tokens(draft.finish(), {}, texts)
+    for shown, advantages in ((best, [0.5, -0.5]), (worst, [-0.5, 0.5])):
+        assert shown.tokens is not None
+        assert [of.advantage for of in shown.tokens] == [
+            value for advantage in advantages for value in (None, advantage, advantage)
+        ]

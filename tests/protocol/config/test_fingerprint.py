@@ -43,6 +43,11 @@ def test_another_tokenizer_template_or_setting_is_named() -> None:
     assert fingerprint.difference(OURS, warmer) == "rollout.temperature = 0.5, the run has 1.0"
     longer = fingerprint.of(config(vllm={"max_model_len": 2048}), build_tokenizer())
     assert fingerprint.difference(OURS, longer) == "vllm.max_model_len = 2048, the run has 4096"
+    by_turn = fingerprint.of(config(learner={"credit": "turn"}), build_tokenizer())
+    assert "learner.credit = None" in str(fingerprint.difference(by_turn, OURS)), "it would not say where turns end"
+    assert (
+        fingerprint.difference(by_turn, fingerprint.of(config(learner={"credit": "gigpo"}), build_tokenizer())) is None
+    )
 
 
 def test_what_the_learner_alone_does_with_rollouts_makes_no_difference() -> None:

@@ -23,12 +23,13 @@ from slipstream.protocol.messages import (
     SamplingMask,
     Segment,
     Ticket,
+    TurnEnd,
     VersionSpan,
 )
 from slipstream.rollout_queue.ledger import validation
 from slipstream.rollout_queue.ledger.records import Refusal, TicketRecord
 from tests.kit import group, segment
-from tests.kit.messages import VOCABULARY
+from tests.kit.messages import VOCABULARY, group_of_turns
 
 RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
 TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
@@ -391,3 +392,68 @@ def test_recorded_experts_are_of_tokens_that_are_there(
     with pytest.raises(Refusal, match=words) as refusal:
         validation.check_group(candidate, RECORD, RULES)
     assert refusal.value.reason == reasons.EXPERTS_COVER
+
+
+def turned(**changes: Any) -> Group:
+    """A group of two rollouts of two turns in one segment, with rewards at them; `changes` are of the first rollout."""
+    made = group_of_turns([1.0, -0.5], [0.0, 2.0], ticket=TICKET)
+    in_rollout(**changes)(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        (None, {}),
+        (None, {"turn_rewards": msgspec.UNSET, "reward": 7.0}),
+        (None, {"turn_rewards": msgspec.UNSET, "turn_ends": msgspec.UNSET}),
+        (None, {"turn_rewards": [1e30, -1e30], "reward": 0.0}),
+        (None, {"turn_rewards": [0.1, 0.2], "reward": 0.3}),
+        ("turn_cover", {"turn_ends": msgspec.UNSET}),
+        ("turn_cover", {"turn_ends": []}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 6)]}),
+        ("turn_cover", {"turns": 3}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 6), TurnEnd(0, 3)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 6), TurnEnd(0, 6)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 0), TurnEnd(0, 6)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 3), TurnEnd(0, 7)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 3), TurnEnd(1, 3)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 3), TurnEnd(-1, 6)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 4), TurnEnd(0, 6)]}),
+        ("turn_cover", {"turn_ends": [TurnEnd(0, 2), TurnEnd(0, 3)]}),
+        ("turn_cover", {"turn_rewards": [0.5]}),
+        ("turn_cover", {"turn_rewards": [1.0, -0.5, 0.0]}),
+        ("turn_cover", {"turn_rewards": [1.0, 0.5]}),
+        ("turn_cover", {"reward": 0.6}),
+        ("reward_not_finite", {"turn_rewards": [float("nan"), 0.5]}),
+        ("reward_not_finite", {"turn_rewards": [float("inf"), 0.5]}),
+        ("reward_not_finite", {"turn_rewards": [1e31, 0.5]}),
+    ],
+)
+def test_rewards_at_turns_are_one_for_each_and_all_of_the_rollout_s(
+    reason: str | None, changes: dict[str, Any]
+) -> None:
+    sent = validation.decode(codec.encode(turned(**changes)), 2)
+    if reason is None:
+        validation.check_group(sent, RECORD, RULES)
+        return
+    with pytest.raises(Refusal) as refusal:
+        validation.check_group(sent, RECORD, RULES)
+    assert refusal.value.reason == reason
+    assert "rollout 0" in refusal.value.message
+
+
+def test_turns_of_several_segments_come_in_the_order_of_sampling() -> None:
+    segments = [segment((None, 4, None, 4)), segment((None, 4), seed=1)]
+    ends = [TurnEnd(0, 2), TurnEnd(1, 2), TurnEnd(0, 4)]
+    changes: dict[str, Any] = {"segments": segments, "turns": 3, "turn_rewards": [0.0, 0.5, 0.0], "reward": 0.5}
+    validation.check_group(turned(turn_ends=ends, **changes), RECORD, RULES)
+    changes |= {"turns": 2, "turn_rewards": [0.0, 0.5]}
+    with pytest.raises(Refusal, match="1 sampled tokens of segment 1 are in no turn"):
+        validation.check_group(turned(turn_ends=[TurnEnd(0, 2), TurnEnd(0, 4)], **changes), RECORD, RULES)
+
+
+def test_a_group_without_turns_has_the_bytes_that_it_had() -> None:
+    """The names of the fields are not in it, so that an older queue decodes it."""
+    assert b"turn_" not in codec.encode(group(TICKET))
+    assert b"turn_rewards" in codec.encode(turned())

@@ -28,7 +28,7 @@ from slipstream.rollout_queue.observe.causes import diagnose
 from slipstream.rollout_queue.observe.symptoms import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms
 from slipstream.rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
 from tests.kit import config, group
-from tests.kit.messages import group_of_roles
+from tests.kit.messages import group_of_roles, group_of_turns
 from tests.kit.queue import serve_version, serving
 
 RAISES = {"search": ToolCounts(calls=4, own_failures=4)}
@@ -500,3 +500,9 @@ async def test_a_checkpoint_that_cannot_be_written_is_a_cause_until_one_is() -> 
         await client.checkpointed(1, 1)
         assert (await client.status()).diagnosis == []
         assert queue.broker.observations.symptoms.checkpoint_failure is None
+
+
+def test_a_group_is_equal_only_where_its_turns_are_if_the_learner_credits_turns() -> None:
+    alike, apart = group_of_turns([1.0, 0.0], [1.0, 0.0]), group_of_turns([1.0, 0.0], [0.0, 1.0])
+    assert [GroupOutcome.of(made, by_turn=True).equal for made in (alike, apart)] == [True, False]
+    assert GroupOutcome.of(apart).equal

@@ -115,6 +115,26 @@ def test_tokens_are_coloured_and_say_their_figures(browser: Browser, served: Pag
     )
 
 
+def test_a_turn_shows_its_reward_and_its_tokens_the_turn_s_advantage(browser: Browser) -> None:
+    page = make_page(steps=3)
+    view = page["rollouts"][0]
+    messages = [{**each, "turn_reward": 0.25 * place} for place, each in enumerate(view["messages"])]
+    del messages[0]["turn_reward"]
+    of = {**view, "messages": messages, "tokens": [["one", 1, -1.0, -1.0, 1, -0.75], ["two", 1, -1.0, -1.0, 1, None]]}
+    page["rollouts"] = [of]
+    with serving(page) as served:
+        browser.show(served.url, f"view=rollouts&rollout={key_of(of)}")
+        browser.wait(f"{SHOWN}[0] === arguments[0]", key_of(of))
+        heads = "[...document.querySelectorAll('.message > header')].map((node) => node.textContent)"
+        assert browser.run(heads) == ["user", "assistant, reward 0.25", "assistant, reward 0.75"]
+        assert "other fields" not in browser.run("document.querySelector('.messages').textContent")
+        for place, advantage in enumerate((-0.75, view["advantage"])):
+            browser.point(f".tokens [data-token='{place}']", 0.5, 0.5)
+            browser.wait(
+                "document.querySelector('.figures').textContent.endsWith(arguments[0])", f"advantage {advantage}"
+            )
+
+
 HARM = [
     "<script>window.harmed = 1</script>",
     "<img src=x onerror='window.harmed = 1'>",

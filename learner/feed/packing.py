@@ -125,6 +125,8 @@ class PackedRow:
         images: By number; in `input_ids`, -1 - k stands for each token of image k.
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
+        taught: Of a row of demonstrations, the weight of each of its tokens' -log p in the step's loss; None for
+            rollouts.
     """
 
     input_ids: torch.Tensor
@@ -146,6 +148,7 @@ class PackedRow:
     images: dict[int, RowImage] = field(default_factory=dict)
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
+    taught: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -414,7 +417,8 @@ class RankRows:
 
 
 def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
-    """Deal the rows to the ranks: the row of highest cost first, to the rank with the least work that has room.
+    """Deal the rows to the ranks: the row of highest cost first, to the rank with the least work that has room. Rows of
+    demonstrations come after those of rollouts, so that rank 0 has one of these.
 
     All ranks get as many rows, since each forward pass of a sharded policy takes all of them. Where rows do not
     suffice, a rank gets padding.
@@ -425,7 +429,7 @@ def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
     most = -(-len(rows) // ranks)
     hands: list[list[PackedRow]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
-    for row in sorted(rows, key=lambda row: -row.cost):
+    for row in sorted(rows, key=lambda row: (row.taught is not None, -row.cost)):
         rank = min((rank for rank in range(ranks) if len(hands[rank]) < most), key=lambda rank: spent[rank])
         hands[rank].append(row)
         spent[rank] += row.cost

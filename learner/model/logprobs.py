@@ -31,11 +31,13 @@ class TokenScores(NamedTuple):
         logprobs: float32 [N].
         entropy: float32 [N] in nats, of the same distributions.
         routing: How the row's tokens were routed to experts, where that was asked for.
+        best: bool [N], whether no token is more probable; None where scores are made up.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     routing: Routing | None = None
+    best: torch.Tensor | None = None
 
 
 class Mask(NamedTuple):
@@ -91,10 +93,10 @@ class LmHead:
 
 def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor, mask: Mask | None = None) -> TokenScores:
     """Score `targets`, int64 [N], as predicted by `hidden`, [N, h], among the tokens that could be sampled."""
-    logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
+    logprobs, entropy, best = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, lm_head.weight, lm_head.bias, targets, lm_head, mask
     )
-    return TokenScores(logprobs, entropy)
+    return TokenScores(logprobs, entropy, best=best)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -110,7 +112,7 @@ class _TokenScores(torch.autograd.Function):
         targets: torch.Tensor,
         lm_head: LmHead,
         mask: Mask | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         compute, vocabulary = _compute_type(lm_head, hidden), len(weight)
         inputs, rows = hidden.to(compute), slice(0, len(targets))
         size = _chunk(lm_head, compute, vocabulary, len(targets), spares=1)
@@ -141,14 +143,16 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets, log_sums, entropy)
         ctx.lm_head, ctx.compute, ctx.mask = lm_head, compute, mask
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        best = (chosen >= highest)[:, 0]
+        ctx.mark_non_differentiable(best)
+        return logprobs, entropy, best
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, log_sums, entropy = ctx.saved_tensors
         lm_head, compute, vocabulary = ctx.lm_head, ctx.compute, len(ctx.lm_head.weight)
-        given, of_entropy = (None if each is None else each / lm_head.temperature for each in gradients)
+        given, of_entropy = (None if each is None else each / lm_head.temperature for each in gradients[:2])
         upstream = torch.zeros_like(log_sums) if given is None else given
         inputs = hidden.to(compute)
         to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)

@@ -120,7 +120,8 @@ class Policy(torch.nn.Module):
             mask = None if row.mask_pairs is None or row.mask_ids is None else Mask(row.mask_pairs, row.mask_ids)
             scores = token_scores(self.lm_head(temperature), states.hidden[row.positions], row.targets, mask)
             routing = self._routing(row, states) if self._scoring.routing else None
-        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
+        best = None if scores.best is None else scores.best[row.scored]
+        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing, best)
 
     def use(self, layout: layouts.Layout, attention: str | None = None) -> bool:
         """Score rows in this layout; padded, with the network's own `attention`, or with its best. Returns False if it

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.protocol.config.sections import (
     ChatSection,
+    DemonstrationsSection,
     LearnerSection,
     QueueSection,
     VllmSection,
@@ -142,6 +143,19 @@ def check_algorithm(learner: LearnerSection) -> None:
             wanted = " or ".join(f"{part} = {toml_value(v)}" for part, variants in readers.items() for v in variants)
             value = toml_value(getattr(learner, name))
             raise ValueError(f"learner.{name} = {value} does nothing with {chosen}: leave it out, or set {wanted}")
+
+
+def check_demonstrations(learner: LearnerSection, demonstrations: DemonstrationsSection) -> None:
+    """Check that there is something to mix into each step. Raises `ValueError`."""
+    if not learner.demonstrations_coef:
+        return
+    coefficient = f"learner.demonstrations_coef = {learner.demonstrations_coef:g}"
+    if demonstrations.path is None:
+        raise ValueError(f"{coefficient} needs conversations: name them with demonstrations.path, or leave it out")
+    if learner.script is not None:
+        raise ValueError(
+            f"{coefficient} does nothing with learner.script, whose trainer has its own loss: leave one of them out"
+        )
 
 
 # Parameters of transformers' `apply_chat_template`, and what rendering sets itself: no variables of a template.

@@ -18,7 +18,7 @@ import msgspec
 import typer
 
 from slipstream.deploy.clusters.roles import check_release
-from slipstream.deploy.commands import cluster, look, queue, report, summary
+from slipstream.deploy.commands import cluster, demos, look, queue, report, sft, summary
 from slipstream.deploy.commands.arguments import (
     AsJson,
     ending_at_once,
@@ -163,6 +163,7 @@ def worker(
             "learner",
             "images.enabled",
             "lora",
+            "demonstrations",
             "eval",
             "tracking",
             "hub",
@@ -196,10 +197,11 @@ def learner(
     access.hide_token()  # Callbacks, and programs that they start, must not read it.
     if config.learner.epochs is not None:
         config = _with_steps(load(run_file, context.args, needs=EVERYTHING))
+    demonstrations = sft.mixed_in(config)
     config = devices.settle_learner(config, typer.echo)
     devices.forbid_peers(config)
     try:
-        run(config, queue, resume, take_over)
+        run(config, queue, resume, take_over, demonstrations)
     except QueueRefused as error:
         if error.reason != reasons.SESSION_SUPERSEDED:
             raise
@@ -307,6 +309,10 @@ def plan(
     run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json, out, probe)
 
 
+app.command(
+    **reading("demonstrations", "run", "model", "task", "chat", "learner", "lora", "vllm.max_model_len"), name="sft"
+)(sft.sft)
+app.command()(demos.demos)
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.command()(report.report)

@@ -353,6 +353,7 @@ def _check(config: RunConfig) -> None:
     for setting, given in (
         ("images.enabled", config.images.enabled),
         ("learner.router_replay", config.learner.router_replay),
+        ("learner.demonstrations_coef", config.learner.demonstrations_coef),
         ("rollout.top_k", config.rollout.top_k),
         ("lora.r", config.lora.r),
         ("learner.epochs", config.learner.epochs),

@@ -32,12 +32,13 @@ from slipstream.learner.training.base import DivergedError, StepMetrics, Trainer
 from slipstream.protocol import checkpoints as places
 from slipstream.protocol import trained_record as records
 from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.protocol.demonstrations import Demonstration
 from slipstream.protocol.trained_record import RecordedStep, RecordError, RecordPosition
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
 # Settings that a step's metrics may depend on.
 _THAT_COUNT = (
-    *("model.", "learner.", "lora.", "rollout.", "run.seed ", "vllm.max_model_len "),
+    *("model.", "learner.", "lora.", "demonstrations.", "rollout.", "run.seed ", "vllm.max_model_len "),
     *("queue.max_staleness ", "queue.overage "),
 )
 # Metrics of a step on which two computations of it must agree.
@@ -88,8 +89,13 @@ class Outcome(msgspec.Struct):
     torch: str
 
 
-def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> Outcome:
+def replay(
+    config: RunConfig, request: Request, progress: TerminalProgress, demonstrations: Sequence[Demonstration] = ()
+) -> Outcome:
     """Replay a record.
+
+    Args:
+        demonstrations: The conversations of `learner.demonstrations_coef`.
 
     Raises:
         ConfigError: Before anything is written.
@@ -114,7 +120,7 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
     checkpoint = checkpoints.of_step(config.run_dir, first) if first else None
     _introduce(config, checkpoint, chosen, request, progress)
     with progress.phase("loading the model"):
-        trainer = build_trainer(config, checkpoint)
+        trainer = build_trainer(config, checkpoint, demonstrations=demonstrations)
     return _Replay(config, trainer, request, progress).run(first, chosen)
 
 

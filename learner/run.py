@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from slipstream.learner.checkpoints import checkpoint as checkpoints
 from slipstream.learner.checkpoints import resuming, uploads
 from slipstream.learner.checkpoints.checkpoint import Checkpoint
 from slipstream.learner.feed.blocking_client import BlockingQueueClient
+from slipstream.learner.feed.demonstrations import mixed_in
 from slipstream.learner.model.build import load_policy
 from slipstream.learner.model.policy import Scoring
 from slipstream.learner.model.precision import find_rounding_warning
@@ -35,6 +37,7 @@ from slipstream.protocol import tracing
 from slipstream.protocol.client import QueueClient
 from slipstream.protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from slipstream.protocol.config.checks import find_algorithm_warnings
+from slipstream.protocol.demonstrations import Demonstration
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.ranks.channel import StoreChannel
 from slipstream.weight_sync.ranks.follower import ShareFollower
@@ -42,11 +45,18 @@ from slipstream.weight_sync.ranks.leader import FollowingRanks
 from slipstream.weight_sync.weights import snapshot
 
 
-def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, take_over: bool = False) -> None:
+def run(
+    config: RunConfig,
+    queue_url: str | None = None,
+    resume: bool = False,
+    take_over: bool = False,
+    demonstrations: Sequence[Demonstration] = (),
+) -> None:
     """Train `config.learner.steps` steps.
 
     Args:
         take_over: Whether a resume may end another learner of this run that lives.
+        demonstrations: The conversations of `learner.demonstrations_coef`.
 
     Raises:
         ConfigError: Before anything is changed.
@@ -63,6 +73,11 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, t
         raise ConfigError(
             f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
             f"its rows; start it with: slipstream learner run.toml, or give learner.steps"
+        )
+    if config.learner.demonstrations_coef and not demonstrations:
+        raise ConfigError(
+            f"learner.demonstrations_coef = {config.learner.demonstrations_coef:g}: this learner does not load the "
+            f"task, whose tools the conversations show; start it with: slipstream learner run.toml"
         )
     trackers.wanted_trackers(config.tracking)
     uploads.require(config.hub)
@@ -111,7 +126,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, t
                 )
             with progress.phase(f"loading the model {config.model.path}"):
                 team = ranks.enter_context(launch.lead_team(config, place, stop, progress.warn))
-                trainer = build_trainer(config, checkpoint, team)
+                trainer = build_trainer(config, checkpoint, team, demonstrations)
             policy = trainer.policy
             if policy.layout_note:
                 progress.say(policy.layout_note)
@@ -173,14 +188,26 @@ def bound_gpu_memory() -> None:
         torch.cuda.set_per_process_memory_fraction(share)
 
 
-def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> PolicyTrainer:
+def build_trainer(
+    config: RunConfig,
+    checkpoint: Checkpoint | None,
+    team: Team | None = None,
+    demonstrations: Sequence[Demonstration] = (),
+) -> PolicyTrainer:
     """Build the trainer with the weights of `checkpoint`, or the model's own; rank 0's on all ranks. Where each holds a
-    part, it reads that part; unless rank 0 sees a checkpoint that another does not, and sends it."""
+    part, it reads that part; unless rank 0 sees a checkpoint that another does not, and sends it.
+
+    Args:
+        demonstrations: The conversations of `learner.demonstrations_coef`, on rank 0.
+    """
     set_seed(config.run.seed)
     bound_gpu_memory()
     team = team or Team()
     with team.waiting():
-        return _built(config, checkpoint, team)
+        trainer = _built(config, checkpoint, team)
+    if demonstrations:
+        trainer.mixed_in = mixed_in(config, demonstrations, trainer.batch_form.branches)
+    return trainer
 
 
 def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> PolicyTrainer:

@@ -83,6 +83,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     from slipstream.learner.checkpoints import uploads
     from slipstream.learner.report import trackers
     from slipstream.rollout_worker.data.dataset import check_evaluation, find_evaluation_warnings
+    from slipstream.rollout_worker.demonstrations import load_demonstrations
     from slipstream.rollout_worker.task.rewards import build_rewards
     from slipstream.rollout_worker.task.task import load_task
 
@@ -125,6 +126,8 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
         cpu_settings.check_cache_fits(served)
     checked = task_check.check_task(config, task)
     findings += checked.findings
+    if config.learner.demonstrations_coef:
+        findings += load_demonstrations(config).findings
     if config.vllm.servers and not is_over:  # last, since they answer in seconds, or not at all
         findings += find_untried_versions(check_servers(config))
     return RunCheck(rows, checked.episode_tokens, findings)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from slipstream.deploy.commands.sft import mixed_in
 from slipstream.deploy.run.process_keeper import RunFailed
 from slipstream.learner.ranks.stopping import LearnerFailed
 from slipstream.learner.replay import Request, replay
@@ -34,9 +35,10 @@ def run(config: RunConfig, record: Path | None, out: Path | None, from_step: int
         raise ConfigError(f"{record}: there is no record; a run keeps one with queue.record = true")
     transformers_logging.disable_progress_bar()
     request = Request(record, out or _new_folder(config.run_dir), from_step, steps)
+    demonstrations = mixed_in(config)
     with TerminalProgress(config.learner.steps, config.learner.groups_per_step) as progress:
         try:
-            replay(config, request, progress)
+            replay(config, request, progress, demonstrations)
         except LearnerFailed as error:
             raise RunFailed(str(error)) from error
 

@@ -94,7 +94,7 @@ def find(
     """
     path, ask = run_dir / FILE_NAME, ask or wanted.evals
     if not ask and path.exists() and path.stat().st_size:  # the learner creates it empty
-        found, where = wanted.choose(_read(path)), str(path)
+        found, where = wanted.choose(read_rollouts(path)), str(path)
     else:
         try:
             found, where = wanted.choose(asyncio.run(_ask(client, wanted, checked))), client.url
@@ -284,7 +284,7 @@ def _versions(versions: tuple[int, int] | None) -> str:
     return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
-def _read(path: Path) -> Iterator[RolloutView]:
+def read_rollouts(path: Path) -> Iterator[RolloutView]:
     """Read line by line. The last line may be half-written, so it is skipped if it cannot be read."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

@@ -64,6 +64,8 @@ class Algorithm:
         Returns:
             float32 [S], one per rollout; [U], one per turn, where `learner.credit` is by turn.
         """
+        if not len(rollouts):
+            return np.empty(0, dtype=np.float32)
         for regulariser in self._regularisers:
             if regulariser.in_reward and reference_drift is not None:
                 rollouts = rollouts.with_rewards(rollouts.rewards - regulariser.penalties(reference_drift))
@@ -71,6 +73,8 @@ class Algorithm:
 
     def weights(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
         """Return the weight of each rollout's tokens in the step's loss, float32 [S]."""
+        if not len(rollouts):
+            return np.empty(0, dtype=np.float32)
         return self._normaliser(rollouts, self._longest).astype(np.float32)
 
     def __call__(self, tokens: Tokens) -> TokenLosses:

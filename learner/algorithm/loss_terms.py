@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -237,6 +237,39 @@ def build_regularisers(section: LearnerSection) -> list[Regulariser]:
     if section.entropy_coef:
         found.append(EntropyBonus(section))
     return found
+
+
+# Sums of `cross_entropy`.
+_TAUGHT, _TAUGHT_LOSS, _TAUGHT_BEST = "taught tokens", "taught loss", "taught best"
+
+
+def nothing_taught(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the sums of `cross_entropy` over no tokens: all ranks need the same names."""
+    zero = torch.zeros((), device=device)
+    return {_TAUGHT: zero.long(), _TAUGHT_LOSS: zero, _TAUGHT_BEST: zero.long()}
+
+
+def cross_entropy(logprobs: torch.Tensor, best: torch.Tensor, weight: float) -> TokenLosses:
+    """loss = -weight * log p of each token of demonstrations: maximum likelihood, no other part of the algorithm.
+
+    Args:
+        logprobs: float32 [N], at temperature 1.
+        best: bool [N], the tokens that greedy sampling would take.
+        weight: Coefficient divided by the step's tokens of demonstrations.
+    """
+    sums = {_TAUGHT: torch.tensor(len(logprobs)), _TAUGHT_LOSS: -logprobs.detach().sum(), _TAUGHT_BEST: best.sum()}
+    return TokenLosses(-weight * logprobs, sums)
+
+
+def taught_metrics(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the mean cross entropy in nats, and the share of tokens that greedy sampling would take; empty without
+    demonstrations."""
+    if not (tokens := int(sums[_TAUGHT])):
+        return {}
+    return {
+        "demonstrations/loss": float(sums[_TAUGHT_LOSS]) / tokens,
+        "demonstrations/mean_token_accuracy": float(sums[_TAUGHT_BEST]) / tokens,
+    }
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ class StepRollouts:
         """Make a step with one reward function."""
         return cls(rewards, groups, tokens, rewards[:, None], np.ones(1))
 
+    @classmethod
+    def none(cls) -> Self:
+        """Make a step of demonstrations alone."""
+        return cls.of(np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
     def __len__(self) -> int:
         return len(self.rewards)
 

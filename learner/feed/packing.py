@@ -136,6 +136,8 @@ class PackedRow:
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
         turn: int64 [N], number of its turn in the step; None where advantages are of whole rollouts.
+        taught: Of a row of demonstrations, the weight of each of its tokens' -log p in the step's loss; None for
+            rollouts.
     """
 
     input_ids: torch.Tensor
@@ -161,6 +163,7 @@ class PackedRow:
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
     turn: torch.Tensor | None = None
+    taught: float | None = None
 
     @property
     def credited(self) -> torch.Tensor:
@@ -446,7 +449,8 @@ class RankRows:
 
 
 def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
-    """Deal the rows to the ranks: the row of highest cost first, to the rank with the least work that has room.
+    """Deal the rows to the ranks: the row of highest cost first, to the rank with the least work that has room. Rows of
+    demonstrations come after those of rollouts, so that rank 0 has one of these.
 
     All ranks get as many rows, since each forward pass of a sharded policy takes all of them. Where rows do not
     suffice, a rank gets padding.
@@ -457,7 +461,7 @@ def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
     most = -(-len(rows) // ranks)
     hands: list[list[PackedRow]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
-    for row in sorted(rows, key=lambda row: -row.cost):
+    for row in sorted(rows, key=lambda row: (row.taught is not None, -row.cost)):
         rank = min((rank for rank in range(ranks) if len(hands[rank]) < most), key=lambda rank: spent[rank])
         hands[rank].append(row)
         spent[rank] += row.cost

@@ -32,12 +32,14 @@ class TokenScores(NamedTuple):
         entropy: float32 [N] in nats, of the same distributions.
         routing: How the row's tokens were routed to experts, where that was asked for.
         others: float32 [N, k], log-probs of k other ids in the place of each token, where that was asked for.
+        best: bool [N], whether no token is more probable; None where scores are made up.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     routing: Routing | None = None
     others: torch.Tensor | None = None
+    best: torch.Tensor | None = None
 
 
 class Mask(NamedTuple):
@@ -101,10 +103,10 @@ def token_scores(
     """Score `targets`, int64 [N], and `others`, int64 [N, k], as predicted by `hidden`, [N, h], among the tokens that
     could be sampled."""
     ids = targets[:, None] if others is None else torch.cat([targets[:, None], others], dim=1)
-    logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
+    logprobs, entropy, best = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, lm_head.weight, lm_head.bias, ids, lm_head, mask
     )
-    return TokenScores(logprobs[:, 0], entropy, others=None if others is None else logprobs[:, 1:])
+    return TokenScores(logprobs[:, 0], entropy, others=None if others is None else logprobs[:, 1:], best=best)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -120,7 +122,7 @@ class _TokenScores(torch.autograd.Function):
         targets: torch.Tensor,
         lm_head: LmHead,
         mask: Mask | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         compute, vocabulary = _compute_type(lm_head, hidden), len(weight)
         inputs, rows = hidden.to(compute), slice(0, len(targets))
         size = _chunk(lm_head, compute, vocabulary, len(targets), spares=1)
@@ -151,14 +153,16 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets, log_sums, entropy)
         ctx.lm_head, ctx.compute, ctx.mask = lm_head, compute, mask
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        best = (chosen >= highest)[:, 0]
+        ctx.mark_non_differentiable(best)
+        return logprobs, entropy, best
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, log_sums, entropy = ctx.saved_tensors
         lm_head, compute, vocabulary = ctx.lm_head, ctx.compute, len(ctx.lm_head.weight)
-        given, of_entropy = (None if each is None else each / lm_head.temperature for each in gradients)
+        given, of_entropy = (None if each is None else each / lm_head.temperature for each in gradients[:2])
         upstream = torch.zeros(targets.shape, device=hidden.device) if given is None else given
         whole = upstream.sum(1, keepdim=True)
         inputs = hidden.to(compute)

@@ -122,8 +122,8 @@ class Policy(torch.nn.Module):
                 self.lm_head(temperature), states.hidden[row.positions], row.targets, mask, row.teacher_ids
             )
             routing = self._routing(row, states) if self._scoring.routing else None
-        others = None if scores.others is None else scores.others[row.scored]
-        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing, others)
+        others, best = (None if each is None else each[row.scored] for each in (scores.others, scores.best))
+        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing, others, best)
 
     def use(self, layout: layouts.Layout, attention: str | None = None) -> bool:
         """Score rows in this layout; padded, with the network's own `attention`, or with its best. Returns False if it

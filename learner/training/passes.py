@@ -122,7 +122,10 @@ def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Kno
 
 def in_several_rows(rows: Sequence[PackedRow]) -> bool:
     """Say whether a rollout stands in several rows. For rows on a GPU, the host waits for the answer."""
-    seen = torch.cat([torch.unique(row.rollout) for row in rows])
+    in_rows = [torch.unique(row.rollout) for row in rows if row.taught is None]
+    if not in_rows:
+        return False
+    seen = torch.cat(in_rows)
     return len(seen) > len(torch.unique(seen))
 
 
@@ -150,7 +153,7 @@ class Preparation:
         self._algorithm = algorithm
         self._count = len(rollouts)
         surveyed = known[0].logprobs is not None
-        real = [(row, of) for row, of in zip(rows, known, strict=True) if not row.is_padding]
+        real = [(row, of) for row, of in zip(rows, known, strict=True) if not row.is_padding and row.taught is None]
         rows, known = [row for row, _ in real], [of for _, of in real]
 
         def drift_of(logprobs: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -171,7 +174,7 @@ class Preparation:
             self._proximal_drift = drift_of(
                 [self._proximal(row, of.logprobs, of) for row, of in real if of.logprobs is not None]
             )
-        if algorithm.top_entropy is not None and surveyed:
+        if algorithm.top_entropy is not None and surveyed and len(rollouts):
             none = torch.zeros(0, device=device)
             entropies = team.joined(torch.cat([none, *(of.entropy for of in known if of.entropy is not None)]))
             self._lowest_entropy = lowest_kept(entropies, algorithm.top_entropy)

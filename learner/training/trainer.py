@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.learner.algorithm import drift
 from slipstream.learner.algorithm.algorithm import Algorithm
-from slipstream.learner.algorithm.loss_terms import RouterLoss
+from slipstream.learner.algorithm.loss_terms import RouterLoss, cross_entropy, nothing_taught, taught_metrics
 from slipstream.learner.algorithm.step_data import StepRollouts
 from slipstream.learner.feed.packing import PackedRow, RankRows, deal
 from slipstream.learner.model import export
@@ -65,6 +65,7 @@ class PolicyTrainer(Trainer):
 
     Attributes:
         optim: Name of the optimiser.
+        mixed_in: Makes the rows of demonstrations that rank 0 adds to those of an optimiser step, by its number.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class PolicyTrainer(Trainer):
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
         self.optim = section.optim
+        self.mixed_in: Callable[[int], Sequence[PackedRow]] = lambda step: ()
         self._share: Share | None = None
         # Of this rank's rows in the newest step: the rollout, the sampler's and the learner's log-prob of each token.
         self._scored: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -148,7 +150,8 @@ class PolicyTrainer(Trainer):
         return {"model": self.policy.model, "optimizer": self.optimiser, "lr_scheduler": self.schedule}
 
     def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepMetrics:
-        """Train on `rows`, which the ranks share. Raises what `Trainer.step` does."""
+        """Train on `rows`, which the ranks share, and on demonstrations. Raises what `Trainer.step` does."""
+        rows = [*rows, *self.mixed_in(self.schedule.last_epoch + 1)]
         surveyed = self._to_be_surveyed(rows)
         try:
             with self.team.together("step", change=True):
@@ -218,7 +221,7 @@ class PolicyTrainer(Trainer):
             DivergedError: Before any weight is changed.
         """
         rollouts = share.rollouts
-        own: dict[str, torch.Tensor] = {}
+        own = nothing_taught(self.device)
         sums: dict[str, torch.Tensor] = {}
         peaks: dict[str, torch.Tensor] = {}
         spread = drift.zero_sums(self.device)
@@ -233,17 +236,22 @@ class PolicyTrainer(Trainer):
             before is None and replays and self._replay_check > 0 and self.schedule.last_epoch % self._replay_check == 0
         )
         for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
-            if measured and number == 1:
+            shows_replay = measured and number == 1 and row.taught is None
+            if shows_replay:
                 step_sums.add(own, replay_effect.without(self._policy, row))
             with wrapping.synchronising(self._policy, last=number == len(rows)):
-                scores: TokenScores = self._policy(row)
+                scores: TokenScores = self._policy(row, None if row.taught is None else 1.0)
                 logprobs.append(scores.logprobs.detach())
                 if number == len(rows):
                     self._figures.last_pass()
                 if row.is_padding:
                     self.accelerator.backward(0 * scores.logprobs.sum())
                     continue
-                result = self.algorithm(preparation.tokens(row, scores, known))
+                if row.taught is None:
+                    result = self.algorithm(preparation.tokens(row, scores, known))
+                else:
+                    assert scores.best is not None
+                    result = cross_entropy(scores.logprobs, scores.best, row.taught)
                 row_loss = result.losses.sum()
                 if scores.routing is not None:
                     routers = routers or RouterLoss(self._router_coef, [scores.routing])
@@ -251,14 +259,18 @@ class PolicyTrainer(Trainer):
                     row_loss = row_loss + routers(scores.routing)
                 # Ranks average their gradients, but the loss is a sum.
                 self.accelerator.backward(row_loss * self.team.count)
+            step_sums.add(own, {"loss": row_loss.detach()})
+            if row.taught is not None:
+                step_sums.add(own, result.sums)
+                continue
             distance = logprobs[-1] - row.behaviour
             if before is None:
                 self._scored.append((row.rollout, row.behaviour, logprobs[-1]))
             if replays:
                 step_sums.add(own, replay_effect.recorded(row))
-            if measured and number == 1:
+            if shows_replay:
                 step_sums.add(own, replay_effect.with_replay(distance))
-            step_sums.add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
+            step_sums.add(own, {"entropy": scores.entropy.detach().sum()})
             step_sums.add(own, step_sums.sampler_kl(distance, row.fresh))
             step_sums.add(spread, drift.drift_sums(distance, row.staleness))
             step_sums.add(spread, drift.server_drift_sums(distance, row.fresh, row.server))
@@ -271,16 +283,18 @@ class PolicyTrainer(Trainer):
         grad_norm = float(wrapping.whole(norm))
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
-        loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
-        objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
+        loss, log_ratio_max = float(own["loss"]), float(peaks["farthest"])
+        entropy = float(own["entropy"]) / tokens if tokens else None
+        named = {name: float(value) for name, value in {**own, **peaks}.items()}
+        objective = self.algorithm.metrics(named) if tokens else {}
         if "router" in own:
             objective["aux_loss"] = float(own["router"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             seen = {name: value for name, value in objective.items() if value is not None}
-            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
+            shown = {"entropy": entropy or 0.0, "log_ratio_max": log_ratio_max, **seen}
             self.optimiser.zero_grad()
             raise DivergedError(step_sums.why_diverged(loss, grad_norm, shown))
-        fresh = int(own["fresh"])
+        fresh = int(own.get("fresh", 0))
         if self.previous_weights is not None and before is None:
             self.previous_weights.keep()
         self.optimiser.step()
@@ -295,7 +309,11 @@ class PolicyTrainer(Trainer):
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={**drift.drift_metrics(spread, rollouts.servers), **replay_effect.metrics(own)},
+            beside={
+                **drift.drift_metrics(spread, rollouts.servers),
+                **replay_effect.metrics(own),
+                **taught_metrics(own),
+            },
         )
         before_it = zip(preparation.known, logprobs, strict=True)
         return metrics, [replace(of, before=scored) for of, scored in before_it]

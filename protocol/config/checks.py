@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.protocol.config.sections import (
     ChatSection,
+    DemonstrationsSection,
     LearnerSection,
     QueueSection,
     VllmSection,
@@ -169,6 +170,19 @@ def _check_credit(learner: LearnerSection) -> None:
     for name, why in refused.items():
         value = toml_value(getattr(learner, name))
         raise ValueError(f"learner.{name} = {value} cannot go with learner.credit = {learner.credit}: {why}")
+
+
+def check_demonstrations(learner: LearnerSection, demonstrations: DemonstrationsSection) -> None:
+    """Check that there is something to mix into each step. Raises `ValueError`."""
+    if not learner.demonstrations_coef:
+        return
+    coefficient = f"learner.demonstrations_coef = {learner.demonstrations_coef:g}"
+    if demonstrations.path is None:
+        raise ValueError(f"{coefficient} needs conversations: name them with demonstrations.path, or leave it out")
+    if learner.script is not None:
+        raise ValueError(
+            f"{coefficient} does nothing with learner.script, whose trainer has its own loss: leave one of them out"
+        )
 
 
 # Parameters of transformers' `apply_chat_template`, and what rendering sets itself: no variables of a template.

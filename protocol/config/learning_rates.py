@@ -11,6 +11,12 @@ from slipstream.protocol.config import RunConfig
 # An adapter takes as many times the rate of all weights.
 ADAPTER = 10.0
 
+# Learning from demonstrations takes as many times the rate of RL.
+SUPERVISED = 5.0
+
+# The rate for demonstrations of a model whose size is not known: that of TRL's SFTConfig.
+SUPERVISED_UNKNOWN = 2e-5
+
 # After an update that destroyed the policy, the rate is divided by this.
 LOWER = 10.0
 
@@ -46,6 +52,13 @@ def usual_rates(parameters: float, adapter: bool = False) -> UsualRates:
     """Return the usual rates for a model of so many parameters. `adapter`: for LoRA."""
     found = next(row for row in TABLE if parameters <= row.parameters)
     return found.scaled(ADAPTER) if adapter else found
+
+
+def supervised_rate(parameters: float | None, adapter: bool = False) -> float:
+    """Return the rate to begin with for demonstrations. `adapter`: for LoRA."""
+    if parameters is None:
+        return SUPERVISED_UNKNOWN * (ADAPTER if adapter else 1.0)
+    return SUPERVISED * usual_rates(parameters, adapter).first
 
 
 def parameters_by_name(path: str) -> float | None:

@@ -19,6 +19,7 @@ from slipstream.protocol.config.sections import (
     AgentSection,
     ChatSection,
     ClusterSection,
+    DemonstrationsSection,
     DeploySection,
     EvalSection,
     HubSection,
@@ -80,6 +81,7 @@ class RunConfig(Section):
     worker: WorkerSection = WorkerSection()
     learner: LearnerSection = LearnerSection()
     lora: LoraSection = LoraSection()
+    demonstrations: DemonstrationsSection = DemonstrationsSection()
     eval: EvalSection = EvalSection()
     tracking: TrackingSection = TrackingSection()
     hub: HubSection = HubSection()
@@ -158,6 +160,7 @@ class RunConfig(Section):
                 "learner.shard_weights = true, model.train_vision = true: a rank whose rows have no image would have "
                 "no gradient of the part that sees; leave out one of them"
             )
+        checks.check_demonstrations(learner, self.demonstrations)
         adapter_checks.check_adapter(self.model, learner, self.lora, self.weight_sync)
         servers.check_server_args(self.vllm.args)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:

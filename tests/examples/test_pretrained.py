@@ -92,3 +92,17 @@ def test_the_shown_calls_answer_their_questions(load: Load) -> None:
     for name, a, b in module.SHOWN:
         question, _ = module.shown(name, a, b)
         assert tools[name](a, b) == right(question["content"])
+
+
+def test_the_demonstrations_call_the_right_tool_and_none_is_of_a_held_out_question(load: Load) -> None:
+    module = load("calls_task")
+    tools = {tool.__name__: tool for tool in (module.add, module.subtract)}
+    held_out = [row["prompt"][-1]["content"] for row in module.task.eval_dataset]
+    written = module.questions[module.HELD_OUT : module.HELD_OUT + module.WRITTEN]
+    assert len(written) == 500
+    for row in written:
+        question, calling, result, answer = module.demonstration(row)["messages"]
+        function = calling["tool_calls"][0]["function"]
+        assert question["content"] not in held_out
+        assert tools[function["name"]](**function["arguments"]) == right(question["content"])
+        assert result["content"] == str(right(question["content"])) == answer["content"].split()[-1]

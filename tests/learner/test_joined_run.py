@@ -254,6 +254,10 @@ def test_a_run_that_was_not_entered_and_a_rank_that_joins_are_told(
         ({"lora": {"r": 8}}, "lora.r"),
         ({"rollout": {"top_k": 20}}, "rollout.top_k"),
         ({"learner": {"router_replay": True}}, "learner.router_replay"),
+        (
+            {"learner": {"demonstrations_coef": 0.1}, "demonstrations": {"path": "demos.jsonl"}},
+            "learner.demonstrations_coef",
+        ),
         ({"learner": {"epochs": 2.0}}, "learner.epochs"),
     ],
 )

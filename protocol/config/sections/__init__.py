@@ -2,7 +2,7 @@
 
 from slipstream.protocol.config.sections.base import LOOPBACK, Section
 from slipstream.protocol.config.sections.cluster import ClusterSection
-from slipstream.protocol.config.sections.learner import LearnerSection, LoraSection
+from slipstream.protocol.config.sections.learner import DemonstrationsSection, LearnerSection, LoraSection
 from slipstream.protocol.config.sections.processes import QueueSection, WorkerSection
 from slipstream.protocol.config.sections.rollout import AgentSection, EvalSection, ImagesSection, RolloutSection
 from slipstream.protocol.config.sections.run import (
@@ -21,6 +21,7 @@ __all__ = [
     "AgentSection",
     "ChatSection",
     "ClusterSection",
+    "DemonstrationsSection",
     "DeploySection",
     "EvalSection",
     "HubSection",

@@ -126,6 +126,13 @@ class LearnerSection(OptimiserSection):
         description="weight decay of all weights except vectors",
         why="RL moves weights too little",
     )
+    demonstrations_coef: float = setting(
+        0.0,
+        ge=0,
+        le=100,
+        description="adds this times the mean cross entropy of conversations of demonstrations.path to the loss",
+        why="rewards alone",
+    )
     max_grad_norm: float = setting(
         1.0, gt=0, le=1e9, description="gradients are scaled down to this norm", why="usual; TRL's"
     )
@@ -143,9 +150,7 @@ class LearnerSection(OptimiserSection):
     layout: Literal["auto", "trie", "packed", "padded"] = setting(
         "auto",
         description="sequences in a micro-batch: trie computes shared prefixes once, packed puts them end to end,"
-        " padded makes a batch. auto takes the first that a start check finds exact: trie for "
-        "attention, packed for linear attention and convolutions on a GPU with flash-linear-attention"
-        " and causal-conv1d, else padded",
+        " padded makes a batch; auto takes the first that a start check finds exact (docs/models.md)",
         why="as fast as the layers allow",
     )
     router_replay: bool = setting(
@@ -331,3 +336,28 @@ class LoraSection(Section):
                 "neither what the servers hold nor the reference"
             )
         return value
+
+
+class DemonstrationsSection(Section):
+    path: str | None = setting(
+        None,
+        min_length=1,
+        description="conversations for `slipstream sft` and learner.demonstrations_coef: a file, folder or hub name",
+        why="RL needs none",
+    )
+    epochs: float = setting(3.0, gt=0, le=10**6, description="passes of `slipstream sft` over them", why="TRL's")
+    batch_size: Count = setting(16, description="conversations in a step", why="steps enough in 500 of them")
+    learning_rate: float | None = setting(
+        None,
+        gt=0,
+        le=1,
+        description="rate of `slipstream sft` after the warm-up, a twentieth of the steps; it falls to 0",
+        why="5 times that of RL for the model's size (docs/training.md)",
+    )
+    eval_share: float = setting(
+        0.05,
+        ge=0,
+        lt=1,
+        description="share that `slipstream sft` holds out, to measure the loss on",
+        why="shows whether more epochs help",
+    )

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.feed.demonstrations import rows_of
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
 from slipstream.learner.run import build_trainer
 from slipstream.learner.training.base import DivergedError, StepMetrics
@@ -28,6 +29,7 @@ from tests.kit.learner import sample, step_rollouts
 from tests.kit.messages import VOCABULARY
 from tests.kit.model import tiny_model
 from tests.kit.ranks import Ranks
+from tests.learner.feed.test_demonstrations import conversations
 
 BETA = 0.9
 # The gradient itself is compared: it is not clipped, and the weights stay as they are.
@@ -175,6 +177,27 @@ def test_two_ranks_know_of_all_rows_what_one_knows(surveyed: Pair, **given: Any)
 @steps
 def test_two_ranks_that_share_the_weights_out_have_the_gradient_of_one(sharded: Pair, **given: Any) -> None:
     compare(sharded, **given)
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["mixed in", "alone"])
+@pytest.mark.parametrize("team", ["three", "surveyed", "sharded"])
+def test_ranks_have_the_gradient_of_one_with_demonstrations(
+    request: pytest.FixtureRequest, team: str, only: bool
+) -> None:
+    """Also where rank 0 has no row of demonstrations, and where another rank has nothing else."""
+    several = request.getfixturevalue(team)
+    some = conversations([12, 30, 7, 25, 40])
+    samples = [] if only else samples_of([20, 30, 25, 12], 2, 0)
+    rollouts = StepRollouts.none() if only else step_rollouts(samples)
+    for budget, ranks in ((64, 1), (1000, 1), (1000, 3)):
+        rows = [*(pack(samples, 1000) if samples else ()), *rows_of(some, 0.5, budget, ranks=ranks)]
+        metrics, gradient = several.several.call(step, rows, rollouts)
+        expected, right = step(several.alone, rows, rollouts)
+        for found, wanted in zip(gradient, right, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        told, known = _flat(metrics), _flat(expected)
+        assert told["beside"]["demonstrations/loss"] == pytest.approx(known["beside"]["demonstrations/loss"], rel=1e-5)
+        assert told["loss"] == pytest.approx(known["loss"], rel=1e-4)
 
 
 def steps_and_weights(trainer: PolicyTrainer, batches: list[tuple[list[PackedRow], StepRollouts]]) -> dict[str, Any]:

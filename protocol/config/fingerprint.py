@@ -54,7 +54,9 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
             **{f"images.{name}": str(value) for name, value in config.images.model_dump().items()},
-            "task.shuffle": str(config.task.shuffle),
+            "task.order": config.task.order,
+            "task.mix": str(dict(sorted(config.task.mix.items()))),
+            "task.mix_column": config.task.mix_column,
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
         },
     )
@@ -72,6 +74,8 @@ def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
             return f"{name} = {there}, the run has {here}"
     if None not in (expected.rows, given.rows) and expected.rows != given.rows:
         return f"the data set has {given.rows} rows, the run's has {expected.rows}"
+    if expected.parts and given.parts and expected.parts != given.parts:
+        return f"the rows of each part of the data set are {given.parts}, the run's are {expected.parts}"
     if None not in (expected.data, given.data) and expected.data != given.data:
         return f"rows of the data set differ: {given.data}, the run has {expected.data}"
     return eval_difference(expected, given)

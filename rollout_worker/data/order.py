@@ -119,8 +119,7 @@ def _numbers_of_parts(rows: Rows, shares: Mapping[str, float], column: str) -> d
     try:
         names = [str(value) for value in rows.column(column)]
     except KeyError:
-        first = next((row for _, row in rows.sample(1)), {})
-        columns = ", ".join(sorted(map(str, first)))
+        columns = ", ".join(sorted(str(name) for _, row in rows.sample(1) for name in row))
         raise ConfigError(
             f"task.mix_column = {column!r}: the rows have no such column, which task.mix needs to know the part of "
             f"each; they have {columns}: add it, or name another"

@@ -86,6 +86,8 @@ class Rows(Protocol):
     @property
     def by_number(self) -> bool: ...
 
+    def __hash__(self) -> int: ...
+
     def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
         """Return the position of a ticket's running `index`; for a stream of unknown size as if its epoch did not
         end."""

@@ -133,7 +133,8 @@ def _numbers_of_parts(rows: Rows, shares: Mapping[str, float], column: str) -> d
     for number, name in enumerate(names):
         if name not in found:
             raise ConfigError(
-                f"task.mix: row {number} is of the part {name!r}, which has no share; give it one, 0 to leave it out"
+                f"task.mix: row {number} is of the part {name!r}, and there are shares of {', '.join(found)} alone; "
+                f"give it one, 0 to leave it out"
             )
         found[name].append(number)
     for name, numbers in found.items():

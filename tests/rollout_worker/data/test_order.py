@@ -79,7 +79,7 @@ def broken() -> Table:
     [
         (lambda: Stream(lambda _: iter(ROWS)), {"order": "learnable"}, r'"learnable": the data set is an iterable'),
         (lambda: Stream(lambda _: iter(ROWS)), {"mix": {"a": 1.0}}, r"task\.mix = .*: the data set is an iterable"),
-        (lambda: Table(ROWS), {"mix": {"math": 1.0}}, r"row 3 is of the part 'code', which has no share"),
+        (lambda: Table(ROWS), {"mix": {"math": 1.0}}, r"row 3 is of the part 'code', and there are shares of math"),
         (lambda: Table(ROWS), {"mix": {**SHARES, "code": 0.2, "maths": 0.05}}, r"'maths' has a share of 0\.05.*math\?"),
         (lambda: Table(ROWS), {"mix": {"a": 1.0}, "mix_column": "kind"}, r"'kind': the rows have no such column.*part"),
         (broken, {"mix": {"a": 1.0}}, r"cannot be read: OSError: the disk is gone"),

@@ -363,6 +363,8 @@ class Ticket(msgspec.Struct):
     Attributes:
         index: Running index, which every worker maps to the same row; of kind eval, the number of the row itself.
         seed: The run's seed, by which every worker shuffles the data set alike.
+        row: Number of the row that the queue chose, counted over the parts of `task.mix` in the order of their names;
+            None where workers map the index to a row.
         version, step: The learner's position when the ticket was issued.
         expires_in_s: Time-out from the issue or the last heartbeat, seconds.
         temperature: Replaces the run's in an evaluation; None keeps it.
@@ -377,6 +379,7 @@ class Ticket(msgspec.Struct):
     kind: TicketKind = "train"
     step: Natural = 0
     temperature: float | None = None
+    row: Natural | None = None
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -386,6 +389,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         tokenizer, chat: Digests of the vocabulary, and of the chat format with its template.
         rollout: Settings that shape an episode, as text by name.
         rows, data: Of a worker: number of rows of its data set, and digest of a sample of them.
+        parts: Of a worker, with `task.mix`: number of rows of each part.
         eval_rows, eval_data: Of a worker: the same for the eval_dataset.
         task: Of a worker: digest of its task file and its tools' schemas, which may change.
         libraries: Of a worker: versions of the libraries that write prompts, which may differ.
@@ -401,6 +405,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     eval_data: str | None = None
     task: str | None = None
     libraries: dict[str, str] = {}
+    parts: dict[str, int] = {}
 
 
 class Notice(msgspec.Struct, frozen=True):

@@ -138,12 +138,30 @@ class Staleness(msgspec.Struct):
 
 
 class Rates(msgspec.Struct):
-    """Events per second over the last minute."""
+    """Events per second over the last minute. `tokens_dropped`: sampled tokens of dropped groups."""
 
     groups: float = 0.0
     tokens_sampled: float = 0.0
     tokens_trained: float = 0.0
     steps: float = 0.0
+    tokens_dropped: float = 0.0
+
+
+class RowsStatus(msgspec.Struct, frozen=True):
+    """How the rows of the data set went, with `task.order = "learnable"`.
+
+    Attributes:
+        rows: All of them. `tried`: those with a group. `teaching`: those whose newest groups had rewards that differ.
+        lowest, highest: Lowest and highest mean reward of a row that was tried.
+        histogram: Rows that were tried, by their mean reward, in equal parts from `lowest` to `highest`.
+    """
+
+    rows: int
+    tried: int = 0
+    teaching: int = 0
+    lowest: float = 0.0
+    highest: float = 0.0
+    histogram: list[int] = []
 
 
 class ConnectionStatus(msgspec.Struct):
@@ -388,6 +406,8 @@ class Status(msgspec.Struct):
     Attributes:
         depth: Groups outstanding, in optimiser steps. `depth_target`: what admission aims at.
         drops: Dropped tickets by reason. `rejections`: refused groups by reason.
+        tokens_dropped: Part of `tokens_sampled` that taught nothing, since its groups were dropped, by reason.
+        rows: How the rows went; None unless `task.order = "learnable"`.
         gave_up: Why the run was given up; None if it was not.
         diagnosis: What keeps the run from learning, the likeliest cause first; empty if all is well.
         limit: What limits the run's speed; None before a few steps, and once it has finished.
@@ -427,6 +447,19 @@ class Status(msgspec.Struct):
     scaling: Scaling | None = None
     evaluations: list[Evaluation] = []
     connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
+    tokens_dropped: dict[str, int] = {}
+    rows: RowsStatus | None = None
+
+    @property
+    def taught_nothing(self) -> float | None:
+        """Share of the sampled tokens whose groups were dropped; None before the first token."""
+        return sum(self.tokens_dropped.values()) / self.tokens_sampled if self.tokens_sampled else None
+
+    @property
+    def taught_nothing_of_late(self) -> float | None:
+        """The same of the tokens that were trained or dropped in the last minute; None if there were none."""
+        ended = self.rates.tokens_dropped + self.rates.tokens_trained
+        return self.rates.tokens_dropped / ended if ended else None
 
 
 def recurrence(of: Cause | Notice) -> str:

@@ -20,6 +20,7 @@ from slipstream.protocol.config import RunConfig, fingerprint
 from slipstream.protocol.messages import Fingerprint
 from slipstream.rollout_worker import user_code
 from slipstream.rollout_worker.data.dataset import count_eval_rows
+from slipstream.rollout_worker.data.order import order_of
 from slipstream.rollout_worker.data.rows import Rows
 from slipstream.rollout_worker.task.task import Task
 
@@ -50,11 +51,16 @@ async def fingerprint_of(
     """
     shared = await asyncio.to_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     rows, data, eval_rows, eval_data = None, None, None, None
+    parts: dict[str, int] = {}
     try:
         data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s, user_code.Kind.DATA)
         rows = await code.call(
             lambda: task.rows.size, _as_is, timeout_s, user_code.Kind.DATA
         )  # the size of a short stream is known by now
+        if config.task.mix:
+            parts = await code.call(
+                lambda: order_of(task.rows, config.task).parts, dict, timeout_s, user_code.Kind.DATA
+            )
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     if config.eval.is_on:
@@ -73,6 +79,7 @@ async def fingerprint_of(
         eval_data=eval_data,
         task=_digest_of_task(config.task.file, tools),
         libraries=_versions(),
+        parts=parts,
     )
 
 

@@ -137,7 +137,7 @@ class GroupRunner:
         try:
             if ticket.kind == "eval":
                 return await self.rows.read_eval(ticket.index)
-            return await self.rows.read(ticket.index, ticket.seed)
+            return await self.rows.read(ticket.index, ticket.seed, ticket.row)
         except user_code.NotCalled as failure:
             raise _shut_off(failure) from None
         except user_code.UserCodeError as failure:

@@ -131,7 +131,7 @@ class Worker:
         )
         own = source.own_rewards
         self._groups = GroupRunner(
-            rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle, images=source.chat.images),
+            rows=RowReader(task, str(config.task.file.resolve()), code, config.task, images=source.chat.images),
             rewards=build_rewards(
                 config, task.rewards, task.reward_weights, code=code, clock=clock, sleep=sleep, own=own
             ),

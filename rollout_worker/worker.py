@@ -19,6 +19,7 @@ from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import WorkerReport
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
 from slipstream.rollout_worker.data.dataset import check_evaluation, count_eval_rows
+from slipstream.rollout_worker.data.order import check_order
 from slipstream.rollout_worker.episodes.source import SourceContext
 from slipstream.rollout_worker.heartbeat import Queue
 from slipstream.rollout_worker.inference.client import InferenceClient
@@ -53,7 +54,7 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     quiet_clients()
     return_large_blocks()
     task = load_task(config.task)
-    _ = task.rows  # a fault of the data set ends the worker here
+    check_order(task.rows, config.task, task.has_no_data)  # a fault of the data set ends the worker here
     check_evaluation(config, task.eval_dataset)
     if config.eval.is_on:
         count_eval_rows(task.eval_rows, config.eval.rows)

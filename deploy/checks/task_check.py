@@ -18,6 +18,7 @@ from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
 from slipstream.rollout_worker.data.columns import Findings, check_rows
 from slipstream.rollout_worker.data.dataset import RowSample, count_eval_rows
+from slipstream.rollout_worker.data.order import SHUFFLED, check_order
 from slipstream.rollout_worker.data.rows import spread
 from slipstream.rollout_worker.episodes.source import PromptFindings, SourceContext
 from slipstream.rollout_worker.sources import source_of
@@ -74,8 +75,9 @@ def check_task(config: RunConfig, task: Task) -> TaskCheck:
             rows = check_rows(sample.rows)
         findings += find_row_warnings(sample, rows)
         checked.append(rows)
-    if task.rows.size is None and config.task.shuffle:
-        text = "the data set is an iterable: its rows come in its own order, and task.shuffle does nothing"
+    check_order(task.rows, config.task, task.has_no_data)
+    if task.rows.size is None and config.task.order == SHUFFLED:
+        text = "the data set is an iterable: its rows come in its own order, which task.order does not change"
         findings.append(Finding("warning", text))
     findings += asyncio.run(check_rewards(config, task))
     prompts, failures = asyncio.run(_check_by_kind(config, task, samples))

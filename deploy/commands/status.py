@@ -21,6 +21,7 @@ from slipstream.protocol.messages import ServerState
 from slipstream.protocol.status import (
     Cause,
     ConnectionStatus,
+    RowsStatus,
     ServerStatus,
     Status,
     describe_evaluation,
@@ -31,6 +32,9 @@ from slipstream.protocol.status import (
 _NOTICES_SHOWN = 8
 
 _WORKERS_SHOWN = 16
+
+# From none to the most of a histogram.
+_BARS = " ▁▂▃▄▅▆▇█"
 
 # A queue that starts again is away for so long at most, seconds.
 _MAX_AWAY_S = 60.0
@@ -192,6 +196,13 @@ def _metrics(status: Status) -> Table:
         f"{rates.steps:.2f} steps, {rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, "
         f"{rates.tokens_trained:.0f} trained",
     )
+    if status.taught_nothing:
+        drops = ", ".join(f"{reason} {_short(tokens)}" for reason, tokens in sorted(status.tokens_dropped.items()))
+        of_all, of_late = _percent(status.taught_nothing), _percent(status.taught_nothing_of_late)
+        text = f"{of_all} of the sampled tokens taught nothing ({drops}); {of_late} in the last minute"
+        table.add_row("untrained", _text(text))
+    if status.rows is not None:
+        table.add_row("rows", _rows(status.rows))
     if policy := _policy(status.learner.metrics):
         table.add_row("policy", policy)
     for evaluation in _evaluations(status):
@@ -218,6 +229,16 @@ def _policy(metrics: Mapping[str, float]) -> str:
     if (mfu := metrics.get("mfu")) is not None:
         parts.append(f"FLOPs utilisation {mfu:.0%}")
     return ", ".join(parts)
+
+
+def _rows(rows: RowsStatus) -> str:
+    """Describe the rows that were tried, with a bar for each part of the range of their mean rewards."""
+    text = f"{rows.tried:,} of {rows.rows:,} tried, {rows.teaching:,} of them teach"
+    if not rows.histogram:
+        return text
+    most = max(rows.histogram)
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in rows.histogram)
+    return f"{text}; by mean reward {rows.lowest:.3g} |{bars}| {rows.highest:.3g}"
 
 
 def _evaluations(status: Status) -> list[str]:

@@ -54,8 +54,10 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
             **{f"images.{name}": str(value) for name, value in config.images.model_dump().items()},
-            "task.shuffle": str(config.task.shuffle),
-            "teacher": str((config.teacher.is_on, config.teacher.prompt)),
+            "task.order": config.task.order,
+            "task.mix": str(dict(sorted(config.task.mix.items()))),
+            "task.mix_column": config.task.mix_column,
+            "teacher": str((config.teacher.is_on, config.teacher.top_k, config.teacher.prompt)),
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
             # Workers say where turns end only for those that need it.
             **({} if config.learner.credit == "episode" else {"learner.credit": "turn or gigpo"}),
@@ -75,6 +77,8 @@ def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
             return f"{name} = {there}, the run has {here}"
     if None not in (expected.rows, given.rows) and expected.rows != given.rows:
         return f"the data set has {given.rows} rows, the run's has {expected.rows}"
+    if expected.parts and given.parts and expected.parts != given.parts:
+        return f"the rows of each part of the data set are {given.parts}, the run's are {expected.parts}"
     if None not in (expected.data, given.data) and expected.data != given.data:
         return f"rows of the data set differ: {given.data}, the run has {expected.data}"
     return eval_difference(expected, given)

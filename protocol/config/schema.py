@@ -62,6 +62,8 @@ OTHER_NAMES = {
     "num_generations": "rollout.group_size",
     "num_train_epochs": "learner.epochs",
     "save_steps": "learner.checkpoint_every",
+    "shuffle": "task.order",
+    "shuffle_dataset": "task.order",
     "tensor_parallel_size": "vllm.args",
 }
 

@@ -275,6 +275,8 @@ class Broker:
         run = self.ledger.run
         if run.all_steps_made:
             return Grant(0, "the end of the run: the learner has made its last step")
+        if self.ledger.rows is not None and not self.ledger.rows.is_ready:
+            return Grant(0, 'the data set: no worker has named its rows, which task.order = "learnable" needs')
         load = QueueLoad(
             self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session
         )

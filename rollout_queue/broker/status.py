@@ -91,6 +91,8 @@ def assemble(broker: Broker) -> Status:
         scaling=None if inputs is None else _scaling(broker, inputs, workers, servers),
         evaluations=evaluations[-_MAX_EVALUATIONS:],
         connections=seen.connections.status(now),
+        tokens_dropped=dict(ledger.tokens_dropped),
+        rows=None if ledger.rows is None else ledger.rows.status(),
     )
 
 

@@ -18,7 +18,14 @@ from slipstream.protocol.messages import Server, TicketFailure, TicketReply, Tic
 from slipstream.rollout_queue.broker.broker import Broker
 from slipstream.rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
 from slipstream.rollout_queue.ledger import evaluations, registration, tickets, validation
-from slipstream.rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.records import (
+    Decision,
+    EvalRecord,
+    Refusal,
+    RowOutcome,
+    TicketRecord,
+    TicketState,
+)
 from slipstream.rollout_queue.observe import windows
 from slipstream.rollout_queue.observe.notices import CHANGED
 from slipstream.rollout_queue.observe.windows import GroupOutcome
@@ -200,7 +207,8 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
         if evaluation is not None:
             commit = broker.apply(evaluations.accept(record, arrival.group, arrival.facts))
         else:
-            taken = tickets.submit(broker.ledger, record, arrival.facts)
+            went = None if record.row is None else RowOutcome.of(arrival.group)
+            taken = tickets.submit(broker.ledger, record, arrival.facts, went)
             if taken.tickets[0].state is not TicketState.READY:
                 await broker.apply(taken)
                 tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
@@ -294,7 +302,8 @@ async def _register(broker: Broker, report: WorkerReport) -> Sequence[str]:
             seen.connections.refuse(broker.now)
             raise
         try:
-            admitted = registration.admit(run, worker_id, report.fingerprint, broker.learner_lives)
+            rows = broker.ledger.rows
+            admitted = registration.admit(run, worker_id, report.fingerprint, broker.learner_lives, rows)
         except Refusal as refusal:
             broker.registry.remove(worker_id)
             if refusal.reason == reasons.SESSION_AWAITED:

@@ -31,6 +31,7 @@ from slipstream.rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
+from slipstream.rollout_queue.ledger.row_estimates import RowEstimates
 
 # A client's own reason becomes a label of the metrics: both its length and the number of them are bounded.
 _MAX_REASON_CHARACTERS = 80
@@ -53,6 +54,8 @@ class Ledger:
         ready: The ready groups, in the order of their leases.
         drains: Draining servers, each with the time that it has left.
         evaluations: The evaluations, with their tickets.
+        rows: Estimates of the rows, by which they are chosen; None unless `task.order = "learnable"`.
+        tokens_dropped: Sampled tokens of dropped groups, by reason.
     """
 
     def __init__(self, config: RunConfig, contents: StoreContents, now: float) -> None:
@@ -62,6 +65,7 @@ class Ledger:
         self.counts: Counter[TicketState] = Counter(contents.counts)
         self.drops: Counter[str] = Counter(contents.drops)
         self.tokens_sampled = contents.tokens_sampled
+        self.tokens_dropped: Counter[str] = Counter(contents.tokens_dropped)
         self.bytes = self.kept_bytes = 0
         self.to_reissue = {record.index: record for record in contents.to_reissue}
         self._rows_to_reissue = sorted(self.to_reissue)
@@ -74,6 +78,8 @@ class Ledger:
         self._lease_deadlines = Deadlines(config.queue.lease_timeout_s)
         self.drains = Deadlines(config.vllm.drain_timeout_s)
         self.evaluations = Evaluations(contents.evaluations, contents.evaluation_tickets, now)
+        learnable = config.task.order == "learnable"
+        self.rows = RowEstimates(config, contents.rows, contents.run.data) if learnable else None
         for record in sorted(contents.live, key=lambda record: (record.step or 0, record.serial)):
             self._enter(record, now)
         for record in contents.evaluation_tickets:
@@ -205,6 +211,8 @@ class Ledger:
             self._watch_drain(server, now)
         if decision.run is not None:
             self.run = decision.run
+        if self.rows is not None:
+            self.rows.apply(decision)
 
     def _watch_drain(self, record: ServerRecord, now: float) -> None:
         """Start a server's time as it begins to drain."""
@@ -234,6 +242,8 @@ class Ledger:
             if before is None:
                 self._reissued(after.index)
             self.drops[after.reason or "unknown"] += 1
+            if after.group.tokens:
+                self.tokens_dropped[after.reason or "unknown"] += after.group.tokens
         elif after.state is TicketState.READY and before is not None and before.state is TicketState.ISSUED:
             self.tokens_sampled += after.group.tokens
 

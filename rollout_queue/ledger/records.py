@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from math import fsum
+from statistics import fmean
 from typing import Any, Self
 
 import msgspec
@@ -20,6 +22,7 @@ from slipstream.protocol.messages import (
     SessionStart,
     TicketKind,
     VersionSpan,
+    are_equal,
 )
 from slipstream.protocol.status import Evaluation
 
@@ -36,6 +39,47 @@ class SampledBy(msgspec.Struct, frozen=True, array_like=True):
     server: str
     oldest: int
     newest: int
+
+
+class RowOutcome(msgspec.Struct, frozen=True):
+    """The rewards of one group, as the estimate of its row takes them.
+
+    Attributes:
+        mean: Mean reward.
+        variance: Variance of the rewards within the group, of the sample (divided by n - 1); of several roles, the mean
+            of theirs. Its expectation is p(1 - p) where rewards are 1 with probability p, else 0.
+    """
+
+    mean: float
+    variance: float
+
+    @classmethod
+    def of(cls, group: Group) -> RowOutcome:
+        """Take it from a valid group."""
+        variances = []
+        for numbers in group.by_role().values():
+            rewards = [group.rollouts[number].reward for number in numbers]
+            if len(rewards) > 1:
+                mean = fmean(rewards)
+                squares = fsum((reward - mean) ** 2 for reward in rewards)
+                variances.append(0.0 if are_equal(rewards) else squares / (len(rewards) - 1))
+        return cls(fmean(rollout.reward for rollout in group.rollouts), fmean(variances) if variances else 0.0)
+
+
+class RowRecord(msgspec.Struct, frozen=True):
+    """The estimate of one row. Floats are those of float32, so that memory and every store hold the same.
+
+    Attributes:
+        row: Number of the row, as on tickets.
+        tried: Groups of it that were accepted.
+        mean: Running mean of its rewards.
+        spread: Root of the running mean of the variance within its groups.
+    """
+
+    row: int
+    tried: int = 0
+    mean: float = 0.0
+    spread: float = 0.0
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
@@ -165,6 +209,7 @@ class TicketRecord(msgspec.Struct, frozen=True):
         step, trained_version: Of the optimiser step that trained it.
         evaluation: Number of its evaluation; None for a training ticket.
         result: Of an evaluated ticket.
+        row: Number of the row that was chosen for its index; None where workers map the index to a row.
     """
 
     index: int
@@ -182,6 +227,7 @@ class TicketRecord(msgspec.Struct, frozen=True):
     trained_version: int | None = None
     evaluation: int | None = None
     result: RowResult | None = None
+    row: int | None = None
 
     @property
     def id(self) -> str:
@@ -309,6 +355,7 @@ class Decision(msgspec.Struct, frozen=True):
     Attributes:
         evaluations: An evaluation that has a result ends. Its tickets are forgotten then.
         forgotten: Numbers of evaluations that are forgotten with their tickets.
+        rows: Estimates of rows.
     """
 
     tickets: tuple[TicketRecord, ...] = ()
@@ -316,6 +363,7 @@ class Decision(msgspec.Struct, frozen=True):
     servers: tuple[ServerRecord, ...] = ()
     evaluations: tuple[EvalRecord, ...] = ()
     forgotten: tuple[int, ...] = ()
+    rows: tuple[RowRecord, ...] = ()
 
     def __bool__(self) -> bool:
         return self != Decision()
@@ -334,8 +382,10 @@ class StoreContents(msgspec.Struct):
         to_reissue: Ended tickets whose rows wait to be issued again.
         counts: Tickets by state.
         drops: Dropped tickets by reason.
-        tokens_sampled: Sampled tokens of all groups ever accepted.
+        tokens_sampled: Sampled tokens of all groups ever accepted. `tokens_dropped`: of those that were dropped, by
+            reason.
         evaluation_tickets: The newest ticket of each row of the open evaluations, ended ones too.
+        rows: Estimates of the rows that were tried, by number.
     """
 
     run: RunState = RunState()
@@ -348,6 +398,8 @@ class StoreContents(msgspec.Struct):
     servers: list[ServerRecord] = []
     evaluations: list[EvalRecord] = []
     evaluation_tickets: list[TicketRecord] = []
+    rows: list[RowRecord] = []
+    tokens_dropped: dict[str, int] = {}
 
 
 class Refusal(Exception):

@@ -17,6 +17,7 @@ from slipstream.protocol import reasons
 from slipstream.protocol.config import fingerprint
 from slipstream.protocol.messages import Fingerprint
 from slipstream.rollout_queue.ledger.records import Decision, Refusal, RunState
+from slipstream.rollout_queue.ledger.row_estimates import RowEstimates
 
 # A few heartbeats. After that a worker is taken to have gone.
 SILENT_S = 60.0
@@ -41,12 +42,15 @@ class Admitted(msgspec.Struct, frozen=True):
     changed: str | None = None
 
 
-def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool = True) -> Admitted:
+def admit(
+    run: RunState, worker_id: str, given: Fingerprint | None, live: bool = True, rows: RowEstimates | None = None
+) -> Admitted:
     """Admit a worker, or refuse one whose groups would be wrong data.
 
     Args:
         given: The worker's fingerprint.
         live: Whether the learner of the newest session is heard from.
+        rows: With `task.order = "learnable"`: what has to know the rows of its data set.
 
     Raises:
         Refusal: FINGERPRINT; SESSION_AWAITED if the learner is not `live`.
@@ -66,7 +70,9 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
         raise _refusal(
             worker_id, difference + release, "start it with the learner's run file, tokenizer, chat template and parser"
         )
-    if given.rows is None:
+    if rows is not None:
+        rows.check(worker_id, given)
+    if given.rows is None and given.data is None:
         raise _refusal(
             worker_id,
             "its fingerprint names no data set, so nothing says that its rows are the others'",
@@ -97,6 +103,7 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
         eval_rows=before.eval_rows if before.eval_rows is not None else given.eval_rows,
         eval_data=before.eval_data if before.eval_data is not None else given.eval_data,
         task=before.task if before.task is not None else given.task,
+        parts=before.parts or given.parts,
     )
     decision = Decision(run=msgspec.structs.replace(run, data=named)) if named != before else Decision()
     return Admitted(decision, tuple(_warnings(worker_id, named, given)))

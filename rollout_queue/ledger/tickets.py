@@ -17,6 +17,8 @@ from slipstream.rollout_queue.ledger.records import (
     Decision,
     GroupFacts,
     Refusal,
+    RowOutcome,
+    RowRecord,
     TicketRecord,
     TicketState,
 )
@@ -29,8 +31,11 @@ _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERP
 
 
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
-    """Issue `count` training tickets to a worker: first rows to issue again, lowest index first, then new rows."""
-    version, serial = ledger.run.version, ledger.issued
+    """Issue `count` training tickets to a worker: first rows to issue again, lowest index first, then new rows.
+
+    With `task.order = "learnable"` a new index gets its row here. It keeps that row, however often it is issued again.
+    """
+    version, serial, rows = ledger.run.version, ledger.issued, ledger.rows
     again = ledger.next_to_reissue(count)
     records = [
         TicketRecord(
@@ -40,11 +45,19 @@ def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
             worker_id=worker_id,
             version=version,
             failures=ended.failures,
+            row=None if rows is None else rows.row_of(ended.index, ended.row),
         )
         for position, ended in enumerate(again)
     ]
     records += [
-        TicketRecord(ledger.next_index + offset, 0, serial + len(again) + offset, worker_id, version)
+        TicketRecord(
+            index=(index := ledger.next_index + offset),
+            attempt=0,
+            serial=serial + len(again) + offset,
+            worker_id=worker_id,
+            version=version,
+            row=None if rows is None else rows.row_of(index),
+        )
         for offset in range(count - len(again))
     ]
     return Decision(tuple(records))
@@ -69,11 +82,15 @@ def message(ledger: Ledger, record: TicketRecord) -> Ticket:
         kind=record.kind,
         step=ledger.run.step,
         temperature=None if evaluation is None else evaluation.temperature,
+        row=record.row,
     )
 
 
-def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
+def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts, outcome: RowOutcome | None = None) -> Decision:
     """Accept a valid group to train on.
+
+    The estimate of its row takes in its `outcome`. What a later resume rolls back stays in the estimate: the group was
+    sampled, and the row comes again.
 
     A group sampled by weights of steps that a resume gave up, too far ahead of those that continued, is not accepted:
     its row is issued again (I2). Payloads of trained groups that wait for a checkpoint make room, oldest first: a
@@ -98,7 +115,11 @@ def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
             break
         kept -= trained.group.bytes
         let_go.append(trained.to(TicketState.FORGOTTEN))
-    return Decision((record.to(TicketState.READY, arrival_version=ledger.run.version, group=group), *let_go))
+    ready = record.to(TicketState.READY, arrival_version=ledger.run.version, group=group)
+    estimates: tuple[RowRecord, ...] = ()
+    if ledger.rows is not None and record.row is not None and outcome is not None:
+        estimates = (ledger.rows.after(record.row, outcome),)
+    return Decision((ready, *let_go), rows=estimates)
 
 
 def check_accepted(ledger: Ledger, ticket_id: str, record: TicketRecord | None) -> None:

@@ -144,6 +144,8 @@ class Observations:
         """
         trained = [record for record in ended if record.state is TicketState.TRAINED]
         self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
+        dropped = sum(record.group.tokens for record in ended if record.state is TicketState.DROPPED)
+        self.rates.add(now, tokens_dropped=dropped)
         if stepped or trained:
             self.staleness.add_step(trained, report.staleness_max if report else None)
             for record in trained:

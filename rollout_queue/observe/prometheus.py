@@ -157,6 +157,8 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_notices", "notices to people, the newest 64: see the status", len(status.notices))
     yield _gauge("slipstream_train", "the learner's metrics of its newest step", status.learner.metrics, "name")
     yield from _evaluations(status)
+    rows = {} if status.rows is None else {name: getattr(status.rows, name) for name in ("rows", "tried", "teaching")}
+    yield _gauge("slipstream_rows", 'rows of the data set, with task.order = "learnable"', rows, "which")
     does = Counter(worker.does for worker in status.workers)
     doing = {activity: does[activity] for activity in get_args(WorkerActivity)}
     yield _gauge("slipstream_workers", "workers heard from within the last hour, by what they do", doing, "does")
@@ -212,6 +214,7 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield _counter("slipstream_rejections", "groups refused, by reason", status.rejections, "reason")
     yield _counter("slipstream_busy", "requests of workers refused for lack of room", status.connections.refused_ever)
     yield _counter("slipstream_tokens_sampled", "sampled tokens of accepted groups", status.tokens_sampled)
+    yield _counter("slipstream_tokens_dropped", "sampled tokens of dropped groups", status.tokens_dropped, "reason")
 
 
 def _gauge(name: str, text: str, value: Mapping[str, float] | float | None, label: str = "") -> Metric:

@@ -15,6 +15,7 @@ from slipstream.rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
     EvalRecord,
+    RowRecord,
     RunState,
     ServerRecord,
     TicketRecord,
@@ -51,6 +52,7 @@ class Changes(msgspec.Struct, frozen=True):
         evaluation_tickets: The newest ticket of each row, by evaluation and row.
         ended: Numbers of evaluations whose tickets are deleted: they ended or are forgotten.
         forgotten: Numbers of evaluations whose records are deleted, too.
+        rows: Estimates by row.
     """
 
     tickets: Mapping[str, TicketRecord] = {}
@@ -63,6 +65,7 @@ class Changes(msgspec.Struct, frozen=True):
     evaluation_tickets: Mapping[tuple[int, int], TicketRecord] = {}
     ended: frozenset[int] = frozenset()
     forgotten: frozenset[int] = frozenset()
+    rows: Mapping[int, RowRecord] = {}
 
     @classmethod
     def of(cls, decisions: Sequence[Decision], payloads: Mapping[str, Payload], pruned_below: int = 0) -> Self:
@@ -77,7 +80,8 @@ class Changes(msgspec.Struct, frozen=True):
         run: RunState | None = None
         servers: dict[str, ServerRecord] = {}
         evaluations: dict[int, EvalRecord] = {}
-        rows: dict[tuple[int, int], TicketRecord] = {}
+        of_evaluations: dict[tuple[int, int], TicketRecord] = {}
+        rows: dict[int, RowRecord] = {}
         ended: set[int] = set()
         forgotten: set[int] = set()
         for decision in decisions:
@@ -85,12 +89,13 @@ class Changes(msgspec.Struct, frozen=True):
                 if record.evaluation is None:
                     tickets[record.id] = record
                 else:
-                    rows[record.evaluation, record.index] = record
+                    of_evaluations[record.evaluation, record.index] = record
             run = decision.run or run
             servers.update((record.server.name, record) for record in decision.servers)
             evaluations.update((record.number, record) for record in decision.evaluations)
             ended.update(record.number for record in decision.evaluations if record.result is not None)
             forgotten.update(decision.forgotten)
+            rows.update((record.row, record) for record in decision.rows)
         let_go = frozenset(
             name for name, record in tickets.items() if record.was_accepted and record.state not in HOLDS_PAYLOAD
         )
@@ -102,7 +107,10 @@ class Changes(msgspec.Struct, frozen=True):
             prune_below=run.pruned_below if run is not None and run.pruned_below > pruned_below else None,
             servers=servers,
             evaluations={number: record for number, record in evaluations.items() if number not in forgotten},
-            evaluation_tickets={key: record for key, record in rows.items() if key[0] not in ended | forgotten},
+            evaluation_tickets={
+                key: record for key, record in of_evaluations.items() if key[0] not in ended | forgotten
+            },
             ended=frozenset(ended | forgotten),
             forgotten=frozenset(forgotten),
+            rows=rows,
         )

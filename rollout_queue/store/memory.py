@@ -10,6 +10,7 @@ from slipstream.protocol.config import ConfigError
 from slipstream.rollout_queue.ledger.records import (
     LIVE,
     EvalRecord,
+    RowRecord,
     RunState,
     ServerRecord,
     StoreContents,
@@ -39,6 +40,7 @@ class MemoryStore:
         self._servers: dict[str, ServerRecord] = {}
         self._evaluations: dict[int, EvalRecord] = {}
         self._evaluation_tickets: dict[int, dict[int, TicketRecord]] = {}
+        self._rows: dict[int, RowRecord] = {}
 
     def acquire(self) -> str | None:
         return None
@@ -62,6 +64,8 @@ class MemoryStore:
             evaluation_tickets=[
                 rows[row] for _, rows in sorted(self._evaluation_tickets.items()) for row in sorted(rows)
             ],
+            rows=[self._rows[row] for row in sorted(self._rows)],
+            tokens_dropped=dict(sums.dropped_tokens),
         )
 
     def commit(self, changes: Changes) -> None:
@@ -84,6 +88,7 @@ class MemoryStore:
             self._evaluation_tickets.pop(number, None)
         for number in changes.forgotten:
             self._evaluations.pop(number, None)
+        self._rows.update(changes.rows)
 
     def commit_at_once(self, changes: Changes) -> bool:
         self.commit(changes)
@@ -131,11 +136,13 @@ class _Sums:
     def __init__(self) -> None:
         self.counts: Counter[TicketState] = Counter()
         self.drops: Counter[str] = Counter()
+        self.dropped_tokens: Counter[str] = Counter()
         self.tokens = 0
 
     def copy(self) -> _Sums:
         other = _Sums()
         other.counts, other.drops, other.tokens = Counter(self.counts), Counter(self.drops), self.tokens
+        other.dropped_tokens = Counter(self.dropped_tokens)
         return other
 
     def add(self, records: Iterable[TicketRecord]) -> None:
@@ -144,6 +151,8 @@ class _Sums:
             self.tokens += record.group.tokens
             if record.state is TicketState.DROPPED:
                 self.drops[record.reason or "unknown"] += 1
+                if record.group.tokens:
+                    self.dropped_tokens[record.reason or "unknown"] += record.group.tokens
 
 
 class MemoryReader(SqliteReader):

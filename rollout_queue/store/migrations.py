@@ -85,6 +85,13 @@ MIGRATIONS: tuple[Migration, ...] = (
         ),
     ),
     Migration("the bodies of groups lie in a folder next to it", ()),
+    Migration(
+        'rows may be chosen by how they went (task.order = "learnable")',
+        (
+            'ALTER TABLE tickets ADD COLUMN "row" INT',
+            'CREATE TABLE row_estimates ("row" INTEGER PRIMARY KEY, tried INT, mean REAL, spread REAL)',
+        ),
+    ),
 )
 
 

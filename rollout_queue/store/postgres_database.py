@@ -73,6 +73,15 @@ LAYOUTS: tuple[Migration, ...] = (
     ),
     # Only the load and a resume, which read most of the table anyway, ever used it.
     Migration("a change of a ticket's state touches no index", ("DROP INDEX tickets_by_state",)),
+    Migration(
+        'rows may be chosen by how they went (task.order = "learnable")',
+        (
+            'ALTER TABLE tickets ADD COLUMN "row" BIGINT',
+            """CREATE TABLE row_estimates (
+                "row" BIGINT PRIMARY KEY, tried BIGINT, mean DOUBLE PRECISION, spread DOUBLE PRECISION
+            )""",
+        ),
+    ),
 )
 
 # Backend of the connection that holds the lock of a schema. A lock of one number of 64 bits shows in two halves.

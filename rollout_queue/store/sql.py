@@ -19,6 +19,7 @@ from slipstream.rollout_queue.ledger.records import (
     LIVE,
     EvalRecord,
     GroupFacts,
+    RowRecord,
     RunState,
     SampledBy,
     ServerRecord,
@@ -48,6 +49,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sums": (("state", "reason", "tickets", "tokens"), ("state", "reason")),
     "evaluations": (("number", "record"), ("number",)),
     "evaluation_tickets": (("evaluation", "row", "record"), ("evaluation", "row")),
+    "row_estimates": (RowRecord.__struct_fields__, ("row",)),
 }
 
 # A ticket's place never changes: an update that left it out spares the index over it.
@@ -107,6 +109,8 @@ _UPSERT = {table: _upsert(table) for table in TABLES}
 
 _SELECT = f"SELECT {quoted(_COLUMNS)} FROM tickets"
 
+_ROWS = f"""SELECT {quoted(RowRecord.__struct_fields__)} FROM row_estimates ORDER BY "row" """
+
 _LIVE = f" WHERE {_in_state(LIVE)} ORDER BY serial"
 
 
@@ -138,6 +142,7 @@ def writes(changes: Changes, bodies: bool = True) -> Iterator[Write]:
         ),
         Write("DELETE FROM evaluation_tickets WHERE evaluation = ?", [(number,) for number in changes.ended]),
         Write("DELETE FROM evaluations WHERE number = ?", [(number,) for number in changes.forgotten]),
+        Write(_UPSERT["row_estimates"], [msgspec.structs.astuple(record) for record in changes.rows.values()]),
     )
     return (write for write in found if write.rows)
 
@@ -195,12 +200,14 @@ def _contents(query: Query) -> StoreContents:
     run = run_state(query)
     ((issued,),) = query("""SELECT COALESCE(MAX("index") + 1, 0) FROM tickets""", ())
     counts: Counter[TicketState] = Counter()
-    drops, tokens_sampled = {}, 0
+    drops, tokens_dropped, tokens_sampled = {}, {}, 0
     for state, reason, count, tokens in query(_ALL_SUMS, (_EVERY_INDEX,)):
         counts[TicketState(state)] += count
         tokens_sampled += tokens
         if state == TicketState.DROPPED:
             drops[reason] = count
+            if tokens:
+                tokens_dropped[reason] = tokens
     return StoreContents(
         run=run,
         live=[_record(row) for row in query(_SELECT + _LIVE, ())],
@@ -214,6 +221,8 @@ def _contents(query: Query) -> StoreContents:
         evaluation_tickets=_decoded(
             query("""SELECT record FROM evaluation_tickets ORDER BY evaluation, "row" """, ()), TicketRecord
         ),
+        rows=[RowRecord(*row) for row in query(_ROWS, ())],
+        tokens_dropped=tokens_dropped,
     )
 
 

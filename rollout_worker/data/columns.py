@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,6 +204,13 @@ class WithPrompts:
     @property
     def size(self) -> int | None:
         return self._rows.size
+
+    @property
+    def by_number(self) -> bool:
+        return self._rows.by_number
+
+    def column(self, name: str) -> Sequence[Any]:
+        return self._rows.column(name)
 
     def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
         return self._rows.place_of(index, seed, shuffle)

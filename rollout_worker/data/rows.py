@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -73,10 +73,20 @@ class RowPosition(NamedTuple):
 
 
 class Rows(Protocol):
-    """The rows of a data set. `size`: rows of one epoch; None while it is not known."""
+    """The rows of a data set.
+
+    Attributes:
+        size: Rows of one epoch; None while it is not known.
+        by_number: Whether rows can be read by number, in any order.
+    """
 
     @property
     def size(self) -> int | None: ...
+
+    @property
+    def by_number(self) -> bool: ...
+
+    def __hash__(self) -> int: ...
 
     def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
         """Return the position of a ticket's running `index`; for a stream of unknown size as if its epoch did not
@@ -95,9 +105,15 @@ class Rows(Protocol):
         """
         ...
 
+    def column(self, name: str) -> Sequence[Any]:
+        """Return a column of all rows, if `by_number`. Raises `KeyError` where there is none."""
+        ...
+
 
 class Table:
     """Rows that can be read by number. With `shuffle` each epoch has its own order."""
+
+    by_number = True
 
     def __init__(self, rows: Any, from_arrow: bool = False) -> None:
         self.size: int = len(rows)
@@ -125,6 +141,11 @@ class Table:
                     except (Exception, SystemExit) as error:  # the data set is the user's
                         yield number, error
 
+    def column(self, name: str) -> Sequence[Any]:
+        if name in (getattr(self._rows, "column_names", None) or ()):  # a data set of `datasets`, read by columns
+            return list(self._rows[name])
+        return [self._rows[number][name] for number in range(self.size)]
+
     def _read_batch(self, numbers: list[int]) -> list[tuple[int, Any]]:
         """Read several rows at once where the data set can: six times as fast for Arrow tables. Raises `_Broken`."""
         if not hasattr(self._rows, "__getitems__"):
@@ -151,6 +172,7 @@ class Stream:
     """
 
     size: int | None = None
+    by_number = False
 
     def __init__(
         self,
@@ -195,6 +217,9 @@ class Stream:
                 yield number, error
                 return
             yield number, row
+
+    def column(self, name: str) -> Sequence[Any]:
+        raise TypeError("the rows of an iterable are read one after another")
 
     def _read(self, place: RowPosition) -> Any:
         """Read one row. Raises `_Ended` if the first epoch ends before it."""
@@ -266,7 +291,9 @@ def spread(size: int, most: int) -> list[int]:
     return [round(place * (size - 1) / (most - 1)) for place in range(most)]
 
 
-@lru_cache(maxsize=4)
-def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Return the order of one epoch, int64 `[rows]`. PCG64 gives the same on every machine."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
+
+
+_permutation = lru_cache(maxsize=4)(permutation)

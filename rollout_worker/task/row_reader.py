@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.protocol.config import TaskSection
 from slipstream.rollout_worker.data.columns import lone_surrogate
+from slipstream.rollout_worker.data.order import order_of
 from slipstream.rollout_worker.data.rows import Row
 from slipstream.rollout_worker.task.task import Task
 from slipstream.rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
@@ -26,7 +28,7 @@ class RowReader:
 
     Args:
         task_file: Absolute path of its file.
-        shuffle: In a new order each epoch.
+        order: Settings of the order of the rows.
         images: Opens the images of prompts; None for text alone.
     """
 
@@ -35,7 +37,7 @@ class RowReader:
         task: Task,
         task_file: str,
         code: UserCode,
-        shuffle: bool,
+        order: TaskSection,
         timeout_s: float = TIMEOUT_S,
         images: ImageProcessor | None = None,
     ) -> None:
@@ -43,19 +45,19 @@ class RowReader:
         self._task = task
         self._task_file = task_file
         self._code = code
-        self._shuffle = shuffle
+        self._order = order
         self._timeout_s = timeout_s
 
-    async def read(self, index: int, seed: int) -> Row:
-        """Read the row of a training ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
-        `NotCalled`."""
-        return await self._called(self._read, index=index, seed=seed)
+    async def read(self, index: int, seed: int, row: int | None = None) -> Row:
+        """Read the row of a training ticket's running `index`, or the `row` that the queue chose for it. Raises
+        `UserCodeError`, whose text names the row, and `NotCalled`."""
+        return await self._called(self._read, index=index, seed=seed, row=row)
 
     async def read_eval(self, number: int) -> Row:
         """Read a row of the eval_dataset. Raises as `read` does."""
         return await self._called(self._read_eval, index=number)
 
-    async def _called(self, read: Callable[..., Row], index: int, **arguments: int) -> Row:
+    async def _called(self, read: Callable[..., Row], index: int, **arguments: int | None) -> Row:
         try:
             row: Row = await self._code.call(read, _same, self._timeout_s, Kind.DATA, index=index, **arguments)
             return row
@@ -66,9 +68,10 @@ class RowReader:
                 raise
             raise UserCodeError(f"the row of index {index} of the data set: {error}", error.kind, None) from None
 
-    def _read(self, index: int, seed: int) -> Row:
-        _, number = self._task.place_of(index, seed, self._shuffle)
-        return self._plain(lambda: self._task.row_for(index, seed, self._shuffle), f"row {number} of the data set")
+    def _read(self, index: int, seed: int, row: int | None) -> Row:
+        order = order_of(self._task.rows, self._order)
+        _, number = order.place_of(index, seed, row)
+        return self._plain(lambda: order.row_for(index, seed, row), f"row {number} of the data set")
 
     def _read_eval(self, index: int) -> Row:
         return self._plain(lambda: self._task.eval_rows.row_for(index, 0, False), f"row {index} of the eval_dataset")

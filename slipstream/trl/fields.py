@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
     ),
     "Data and episodes": (
         _idle("remove_unused_columns", "GRT", "all columns reach the rewards"),
-        _set("shuffle_dataset", "GR", "task.shuffle", ""),
+        _worked("shuffle_dataset", "GR", "`task.order`", 'False: `"as_given"`'),
         _set("num_generations", "GRA", "rollout.group_size"),
         _worked("num_generations_eval", "GR", "`eval.group_size`", "left out: `num_generations`"),
         _worked(

@@ -285,6 +285,8 @@ def _objective(config: _Config, sections: Sections, notes: list[str], context: i
 
 
 def _episodes(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    if "shuffle_dataset" in config.names():
+        sections["task"]["order"] = "shuffled" if truth(config, "shuffle_dataset") else "as_given"
     calls, top_k = number(config, "max_tool_calling_iterations"), number(config, "top_k")
     sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
     sections["rollout"]["give_up_after"] = _GIVE_UP_AFTER

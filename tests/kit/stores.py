@@ -7,7 +7,14 @@ from pathlib import Path
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import Server
 from slipstream.rollout_queue import store as stores
-from slipstream.rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.records import (
+    EvalRecord,
+    RowRecord,
+    RunState,
+    ServerRecord,
+    TicketRecord,
+    TicketState,
+)
 from slipstream.rollout_queue.store.base import Store
 from slipstream.rollout_queue.store.changes import Changes, Payload
 from tests.kit.config import config
@@ -42,4 +49,5 @@ def in_every_table(tickets: int, pruned_below: int) -> Changes:
         servers={"a": ServerRecord(Server("a", "http://a"))},
         evaluations={4: EvalRecord(4, 5, 4, 8, 2, 0.5, 60.0, 1.5)},
         evaluation_tickets={(4, 1): TicketRecord(1, 0, 7, "w", 0, evaluation=4)},
+        rows={3: RowRecord(3, 2, 0.5, 0.25)},
     )

@@ -14,18 +14,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.protocol import codec
 from slipstream.protocol.client import QueueClient, QueueRefused, RunFinished
 from slipstream.protocol.config import ConfigError, RunConfig, load
-from slipstream.protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
+from slipstream.protocol.messages import (
+    BeginSession,
+    Group,
+    LeaseAck,
+    LeaseRequest,
+    Server,
+    ServerState,
+    TicketRequest,
+    WorkerReport,
+)
 from slipstream.rollout_queue.api.connection_pool import raise_descriptors
 from slipstream.rollout_queue.broker.lifecycle import ALIVE_S
+from slipstream.rollout_queue.ledger.records import Decision, RowOutcome
+from slipstream.rollout_queue.ledger.row_estimates import RowEstimates
 from slipstream.rollout_queue.service import listen, serve
 from slipstream.rollout_queue.store import open_for_reading
 from slipstream.rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import group
+from tests.kit.broker import DECLARED, FOUND
 from tests.kit.messages import SERVER
 from tests.kit.ports import free_port
 from tests.kit.queue import serve_version
@@ -158,6 +171,32 @@ async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twic
     left = {row.ticket_id: row for row in rows if row.ticket_id in traffic.accepted and not row.trained}
     assert {row.reason for row in left.values()} <= {"run_finished"}, "an accepted group got lost"
     assert (status.version, status.finished, status.ledger.trained) == (STEPS, True, B * STEPS)
+
+
+async def test_i1_rows_are_chosen_after_a_kill_as_they_would_have_been(process: Process) -> None:
+    """Against the estimates of a queue that lives on."""
+    text = process.run_file.read_text().replace('"task.py:task" }', '"task.py:task", order = "learnable" }')
+    process.run_file.write_text(text.replace("ticket_timeout_s = 2", "ticket_timeout_s = 60, depth = 5.0"))
+    data = msgspec.structs.replace(FOUND, rows=12)
+    lives, drawn = RowEstimates(load(process.run_file), [], data), []
+    process.start()
+    async with QueueClient(process.config.queue.address, patience_s=30.0) as client, asyncio.timeout(60.0):
+        await client.begin_session(BeginSession(0, 0, STEPS, resume=False, fingerprint=DECLARED))
+        await serve_version(client, 0)
+        for index in range(5 * B):
+            if index in (6, 7, 15):
+                assert process.end(signal.SIGKILL) == -signal.SIGKILL
+                process.start()
+            await client.heartbeat(WorkerReport("w", [], fingerprint=data))
+            (ticket,) = (await client.tickets(TicketRequest("w", 1, wait_s=5.0))).tickets
+            assert (ticket.index, ticket.row) == (index, lives.row_of(index))
+            made = group(ticket, rewards=(0.0, float(ticket.row % 3 == 0)))
+            await client.submit(made)
+            lives.apply(Decision(rows=(lives.after(ticket.row, RowOutcome.of(made)),)))
+            drawn.append(ticket.row)
+        status = await client.status()
+    assert status.rows == lives.status()
+    assert drawn != [RowEstimates(load(process.run_file), [], data).row_of(index) for index in range(5 * B)]
 
 
 async def test_a_restarted_queue_admits_no_more_than_the_bound(process: Process) -> None:

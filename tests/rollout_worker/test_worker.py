@@ -9,7 +9,7 @@ import pytest
 from slipstream.protocol.client import QueueRefused, Unreachable
 from slipstream.protocol.messages import ErrorBody, Server, ServerState, TicketReply
 from slipstream.rollout_worker.chat.template import TemplateFormat
-from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.data.order import RowOrder
 from slipstream.rollout_worker.worker import work
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
@@ -432,14 +432,14 @@ async def test_no_failure_ends_the_worker_or_keeps_a_permit(changes, fault, reas
 
 async def test_an_error_that_nobody_foresaw_costs_one_ticket(monkeypatch):
     first = iter([True])
-    original = Task.row_for
+    original = RowOrder.row_for
 
     def row_for(self, *place):
         if next(first, False):
             raise ExceptionGroup("odd", [RuntimeError("deep")])
         return original(self, *place)
 
-    monkeypatch.setattr(Task, "row_for", row_for)
+    monkeypatch.setattr(RowOrder, "row_for", row_for)
     run = await roll(task(), fake(), tickets=2)
     assert len(run.queue.groups) == 1
     assert idle(run.worker)

@@ -281,7 +281,7 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (GRPOConfig(top_k=9, top_p=0.9), "rollout", {"top_k": 9, "top_p": 0.9}),
         (GRPOConfig(top_k=-1, top_p=1), "rollout", {"top_k": 0, "top_p": 1}),
         (GRPOConfig(mask_truncated_completions=True), "rollout", {"mask_truncated": True}),
-        (GRPOConfig(shuffle_dataset=False), "task", {"shuffle": False}),
+        (GRPOConfig(shuffle_dataset=False), "task", {"order": "as_given"}),
         (GRPOConfig(save_strategy="no"), "learner", {"checkpoint_every": 0, "checkpoint_minutes": 0}),
         (GRPOConfig(save_steps=20, save_total_limit=3), "learner", {"checkpoint_every": 20, "keep_checkpoints": 3}),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.protocol.addresses import McpServerAddress, checked_url, mcp_server
 from slipstream.protocol.config.sections.base import CountOrZero, InFile, Seconds, Section, setting
+from slipstream.protocol.mix import MIX_CYCLE
 
 
 class RunSection(Section):
@@ -108,10 +110,22 @@ class ModelSection(Section):
 
 class TaskSection(Section):
     path: InFile = Field(description="the task object, as path/to/file.py:name")
-    shuffle: bool = setting(
-        True,
-        description="new order of the rows in every epoch; false: the data set's order, for a curriculum",
+    order: Literal["shuffled", "as_given", "learnable"] = setting(
+        "shuffled",
+        description="order of the rows: shuffled, anew in every epoch; as_given, the data set's, for a curriculum; "
+        "learnable, those that teach more often (docs/your_task.md)",
         why="neighbouring rows are often alike",
+    )
+    mix: dict[str, float] = setting(
+        {},
+        description="share of the tickets of each part of the data set, by name; they sum to 1, 0 leaves a part out",
+        why="all rows are one part",
+    )
+    mix_column: str = setting(
+        "part",
+        min_length=1,
+        description="with mix: the column that names a row's part",
+        why="a short name",
     )
     mcp_servers: list[str | McpServerAddress] = setting(
         [],
@@ -124,6 +138,18 @@ class TaskSection(Section):
         description="URL of the vLLM pooling server for each classifier that the task names as a reward",
         why="the task has its own rewards",
     )
+
+    @field_validator("mix")
+    @classmethod
+    def _mix(cls, value: dict[str, float]) -> dict[str, float]:
+        for part, share in value.items():
+            if not 0 <= share <= 1 or 0 < share < 1 / MIX_CYCLE:
+                raise ValueError(
+                    f"the share of {part} is {share:g}: must be 0, to leave the part out, or {1 / MIX_CYCLE:g} to 1"
+                )
+        if value and abs(math.fsum(value.values()) - 1) > 1e-6:
+            raise ValueError(f"the shares sum to {math.fsum(value.values()):g}: they must sum to 1")
+        return value
 
     @field_validator("mcp_servers")
     @classmethod

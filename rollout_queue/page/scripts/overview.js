@@ -44,6 +44,8 @@
     Trained: "Tokens that the learner trained, a second, over the last minute. Groups whose rewards are all equal teach nothing and are left out",
     Staleness: "How many optimiser steps the weights that sampled a token were behind when it was trained",
     "Learner waits": "Share of the newest steps in which the learner had too few groups to continue",
+    "Taught nothing":
+      "Share of all sampled tokens whose groups were dropped, most of them because all rewards of the group are equal. In the last minute: of the tokens that were trained or dropped",
     Dropped: "Groups that were not trained, and the commonest reason; zero variance: all rewards of a group are equal",
   };
 
@@ -62,6 +64,7 @@
       this.waits = el("ul", { class: "waits" });
       this.notices = el("ul", { class: "notices" });
       this.changes = el("ul", { class: "changes" });
+      this.rows = new RowsPanel();
       const headline = el("div");
       view.append(
         el("div", { class: "panel" }, this.limit, picture, this.staleness),
@@ -72,6 +75,7 @@
           { class: "columns" },
           el("section", { class: "panel" }, el("h3", { text: "What limits the run" }), this.more),
           el("section", { class: "panel" }, el("h3", { text: "Who waits for whom" }), this.waits),
+          this.rows.box,
           el("section", { class: "panel" }, el("h3", { text: "Notices" }), this.notices),
           el("section", { class: "panel" }, el("h3", { text: "What changed, and at which step" }), this.changes),
         ),
@@ -89,6 +93,7 @@
       this.staleness.textContent = staleness ? `${last}${staleness}.` : "";
       this.headline.update(page, at);
       this.drawTiles(page, status, at);
+      this.rows.draw(status && status.rows);
       const limits = [...causesOf(status), limitOf(status) || (causesOf(status).length ? null : headline)];
       list(
         this.more,
@@ -133,6 +138,9 @@
       const figures = status ? figuresOf(page, status, at) : {};
       const rates = status ? status.rates : {};
       const trained = rates.tokens_sampled ? rates.tokens_trained / rates.tokens_sampled : null;
+      const share = (part, whole) => (whole ? part / whole : null);
+      const dropped = status ? Object.values(status.tokens_dropped || {}).reduce((a, b) => a + b, 0) : 0;
+      const late = share(rates.tokens_dropped, rates.tokens_dropped + rates.tokens_trained);
       const tiles = status
         ? [
             ["Reward", number(figures.reward), "mean of the newest step", steps.reward],
@@ -169,6 +177,13 @@
             ],
             ["Learner waits", percent(figures.learnerWaits), "of its time, for groups", time.learner_wait_share],
             [
+              "Taught nothing",
+              percent(share(dropped, status && status.tokens_sampled)),
+              isNumber(late) ? `${percent(late)} in the last minute` : "of the sampled tokens",
+              [],
+              dropped > 0,
+            ],
+            [
               "Dropped",
               count(Object.values(status.drops).reduce((a, b) => a + b, 0)),
               Object.entries(status.drops)
@@ -198,6 +213,45 @@
         set(tile.children[2], { text: visible(note) });
         set(tile.children[3].firstChild, { d: sparkline(values || []) });
       });
+    }
+  }
+
+  /** How the rows of the data set went, with task.order = "learnable": a histogram of their mean rewards. */
+  class RowsPanel {
+    constructor() {
+      this.text = el("p", { class: "dim" });
+      this.bars = el("div", { class: "histogram" });
+      this.ends = el("p", { class: "dim ends" }, el("span"), el("span"));
+      this.box = el(
+        "section",
+        { class: "panel rows", title: "Rows that were tried, by the mean reward of their newest groups" },
+        el("h3", { text: "Rows by mean reward" }),
+        this.text,
+        this.bars,
+        this.ends,
+      );
+    }
+
+    /** `rows`: of the status; null hides the panel. */
+    draw(rows) {
+      this.box.hidden = !rows;
+      if (!rows) return;
+      set(this.text, {
+        text: `${count(rows.tried)} of ${plural(rows.rows, "row")} tried; in ${count(rows.teaching)} of them the newest rewards differ, which teaches`,
+      });
+      const most = Math.max(1, ...rows.histogram);
+      while (this.bars.children.length > rows.histogram.length) this.bars.lastChild.remove();
+      rows.histogram.forEach((amount, i) => {
+        if (!this.bars.children[i]) this.bars.append(el("i"));
+        const width = (rows.highest - rows.lowest) / rows.histogram.length;
+        const [from, to] = [rows.lowest + i * width, rows.lowest + (i + 1) * width];
+        set(this.bars.children[i], {
+          title: `${plural(amount, "row")} with a mean reward of ${number(from)} to ${number(to)}`,
+          style: { height: `${(100 * amount) / most}%` },
+        });
+      });
+      set(this.ends.children[0], { text: rows.tried ? number(rows.lowest) : "" });
+      set(this.ends.children[1], { text: rows.tried ? number(rows.highest) : "" });
     }
   }
 

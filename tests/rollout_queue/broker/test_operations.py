@@ -29,7 +29,7 @@ from slipstream.protocol.messages import (
     WorkerReport,
 )
 from slipstream.protocol.status import EvaluationRequest
-from slipstream.rollout_queue.broker import learner, lifecycle, workers
+from slipstream.rollout_queue.broker import learner, lifecycle, status, workers
 from slipstream.rollout_queue.broker.broker import Broker
 from slipstream.rollout_queue.broker.payload_cache import PayloadCache
 from slipstream.rollout_queue.ledger import leases
@@ -39,7 +39,7 @@ from slipstream.rollout_queue.store.changes import Changes
 from slipstream.rollout_queue.store.sqlite import SqliteStore
 from slipstream.rollout_queue.store.sqlite_file import FILE_NAME, groups_of
 from tests.kit import config
-from tests.kit.broker import URL, draw, running, stays, submit
+from tests.kit.broker import DECLARED, FOUND, URL, draw, running, stays, submit
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
 
@@ -68,6 +68,22 @@ async def test_a_group_goes_from_ticket_to_trained() -> None:
         position = await learner.command(broker, Checkpointed(1, 1))
         assert position.checkpoint_step == 1
         assert sums(broker) == (1, 1, 0, 0, 0)
+
+
+async def test_i7_workers_wait_for_a_data_set_before_rows_can_be_chosen_and_the_status_says_so() -> None:
+    """As under a learner of one's own that declares no fingerprint."""
+    async with running(task={"path": "task.py:task", "order": "learnable"}) as broker:
+        assert await draw(broker) == []
+        (wait,) = [wait for wait in status.assemble(broker).waits if wait.who == "w"]
+        assert "no worker has named its rows" in wait.what
+        position = await learner.command(broker, BeginSession(0, 0, 100, resume=False, fingerprint=DECLARED))
+        await workers.heartbeat(broker, WorkerReport("w", [], fingerprint=FOUND))
+        (ticket,) = await draw(broker)
+        assert (position.session, ticket.row) == (2, 0)
+        await submit(broker, ticket)
+        rows = status.assemble(broker).rows
+        assert rows is not None
+        assert (rows.rows, rows.tried, rows.teaching) == (FOUND.rows, 1, 1)
 
 
 async def test_a_repeated_group_is_not_read_again() -> None:

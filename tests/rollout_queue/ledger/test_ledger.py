@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from slipstream.protocol import reasons
-from slipstream.protocol.messages import BeginSession, LeaseAck, Server, ServerState, SessionStart
+from slipstream.protocol.messages import BeginSession, Fingerprint, LeaseAck, Server, ServerState, SessionStart
 from slipstream.rollout_queue.ledger import leases, servers, tickets
 from slipstream.rollout_queue.ledger.admission import Admission, QueueLoad
 from slipstream.rollout_queue.ledger.ledger import Ledger
@@ -23,6 +23,7 @@ from slipstream.rollout_queue.ledger.records import (
     Decision,
     GroupFacts,
     Refusal,
+    RowOutcome,
     SampledBy,
     StoreContents,
     TicketRecord,
@@ -53,6 +54,11 @@ CONFIG = config(
 
 def facts_of(size: int, tokens: int, oldest: int, newest: int) -> GroupFacts:
     return GroupFacts(size, tokens, oldest, (SampledBy(SERVER, oldest, newest),))
+
+
+def outcome_of(record: TicketRecord) -> RowOutcome:
+    """Rewards that differ from ticket to ticket, and within the groups of some."""
+    return RowOutcome(mean=0.1 * (record.serial % 7), variance=0.03 * (record.serial % 4))
 
 
 class QueueMachine(SabotagedQueue):
@@ -148,7 +154,7 @@ class QueueMachine(SabotagedQueue):
             with pytest.raises(Refusal, match=r"raise queue\.capacity_bytes"):
                 tickets.submit(self.ledger, record, facts)
             return
-        decision = tickets.submit(self.ledger, record, facts)
+        decision = tickets.submit(self.ledger, record, facts, outcome_of(record))
         first, end = self.ledger.run.given_up
         if first < end and oldest < end and facts.servers[0].newest >= first:
             assert decision.tickets[0].state is TicketState.REISSUED, "I2: by weights that a resume gave up"
@@ -297,7 +303,7 @@ class QueueMachine(SabotagedQueue):
 
     @invariant()
     def memory_is_what_a_restart_would_load(self) -> None:
-        fresh = Ledger(CONFIG, self.store.load(), self.now)
+        fresh = Ledger(self.run_config, self.store.load(), self.now)
         for state in LIVE:
             assert {r.id: r for r in fresh.tickets(state)} == {r.id: r for r in self.ledger.tickets(state)}
         assert fresh.run == self.ledger.run
@@ -317,16 +323,44 @@ class QueueMachine(SabotagedQueue):
         )
         assert +fresh.counts == +self.ledger.counts
         assert +fresh.drops == +self.ledger.drops
+        assert +fresh.tokens_dropped == +self.ledger.tokens_dropped
 
     @invariant()
     def versions_never_go_back(self) -> None:
         assert self.versions == sorted(set(self.versions))
 
 
+class LearnableQueue(QueueMachine):
+    """A queue that chooses rows, of two parts of a data set."""
+
+    run_config = CONFIG.model_copy(
+        update={"task": config(task={"order": "learnable", "mix": {"easy": 0.25, "hard": 0.75}}).task}
+    )
+
+    @initialize()
+    def a_worker_names_the_data_set(self) -> None:
+        data = Fingerprint("1", "t", "c", {}, rows=7, parts={"easy": 2, "hard": 5})
+        self.commit(Decision(run=msgspec.structs.replace(self.ledger.run, data=data)))
+
+    @invariant()
+    def i1_a_row_keeps_its_index_and_rows_are_chosen_as_after_a_restart(self) -> None:
+        rows: dict[int, int | None] = {}
+        for record in self.history.values():
+            assert record.row == rows.setdefault(record.index, record.row)
+        assert self.ledger.rows is not None
+        if not self.ledger.rows.is_ready:
+            return
+        fresh = Ledger(self.run_config, self.store.load(), self.now)
+        assert tickets.issue(fresh, "w", 12) == tickets.issue(self.ledger, "w", 12)
+        assert fresh.rows is not None
+        assert fresh.rows.status() == self.ledger.rows.status()
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestI1I2I3 = QueueMachine.TestCase
-TestI1I2I3.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestI1I2I3.settings = SETTINGS
+TestLearnableRows = LearnableQueue.TestCase
+TestLearnableRows.settings = SETTINGS
 
 
 # Its own ledger for the cases that want a name.

@@ -130,6 +130,26 @@ def test_attack_12_a_worker_that_names_no_data_set_is_refused() -> None:
         admit(RunState(session=1, declared=DECLARED), "w", other(rows=None, data=None))
 
 
+def test_a_worker_whose_data_set_is_an_iterable_is_admitted() -> None:
+    stream = other(rows=None)
+    run = admit(RunState(session=1, declared=DECLARED), "w", stream).decision.run
+    assert run is not None
+    assert run.data == stream
+    with pytest.raises(Refusal, match="rows of the data set differ"):
+        admit(run, "wrong", other(rows=None, data="other rows"))
+
+
+def test_the_parts_of_a_data_set_are_compared_and_those_of_the_first_that_read_them_count() -> None:
+    run = admit(RunState(session=1, declared=DECLARED), "slow", other(data=None)).decision.run
+    assert run is not None
+    run = admit(run, "first", other(parts={"a": 2, "b": 4})).decision.run
+    assert run is not None
+    assert run.data is not None
+    assert run.data.parts == {"a": 2, "b": 4}
+    with pytest.raises(Refusal, match="rows of each part"):
+        admit(run, "wrong", other(parts={"a": 3, "b": 3}))
+
+
 def test_attack_12_the_first_worker_that_could_read_its_rows_gives_the_rows_of_the_session() -> None:
     run = admit(RunState(session=1, declared=DECLARED), "slow", other(data=None, task=None)).decision.run
     assert run is not None

@@ -240,6 +240,39 @@ def test_what_limits_the_run_is_said_in_the_queues_words(browser: Browser, serve
     browser.wait("document.querySelector('.limit').textContent.includes('not known before a few steps')")
 
 
+def test_rows_are_drawn_by_their_mean_reward_and_move(browser: Browser, served: PageServer) -> None:
+    status = served.page["status"]
+    heights = "[...document.querySelectorAll('.histogram i')].map((bar) => parseFloat(bar.style.height))"
+    hidden = "document.querySelector('.panel.rows').hidden"
+    browser.show(served.url)
+    served.opened.acquire(timeout=60)
+    assert browser.run(hidden), "rows are estimated with task.order = learnable alone"
+    rows = {"rows": 4000, "tried": 8, "teaching": 3, "lowest": 0.0, "highest": 1.0, "histogram": [4, 0, 2, 1, 1]}
+    served.push("status", {**status, "rows": rows})
+    browser.wait(f"!{hidden}")
+    assert browser.run(heights) == [100, 0, 50, 25, 25]
+    assert browser.texts(".ends span") == ["0", "1"]
+    assert "8 of 4,000 rows tried" in browser.text(".panel.rows p")
+    titles = browser.run("[...document.querySelectorAll('.histogram i')].map((bar) => bar.title)")
+    assert titles[2] == "2 rows with a mean reward of 0.4 to 0.6"
+    served.push("status", {**status, "rows": {**rows, "lowest": 0.5, "highest": 0.5, "histogram": [8]}})
+    browser.wait(f"{heights}.length === 1")
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    served.push("status", {**status, "rows": None})
+    browser.wait(hidden)
+    assert browser.log() == []
+
+
+def test_the_share_of_tokens_that_taught_nothing_has_a_tile(browser: Browser, served: PageServer) -> None:
+    status = served.page["status"]
+    status["tokens_dropped"] = {"zero_variance": status["tokens_sampled"] / 4, "overage": status["tokens_sampled"] / 4}
+    status["rates"] |= {"tokens_trained": 300.0, "tokens_dropped": 100.0}
+    browser.show(served.url)
+    tiles = dict(zip(browser.texts(".tile span"), browser.texts(".tile b"), strict=True))
+    notes = dict(zip(browser.texts(".tile span"), browser.texts(".tile small"), strict=True))
+    assert (tiles["Taught nothing"], notes["Taught nothing"]) == ("50 %", "25 % in the last minute")
+
+
 def test_a_stall_is_said_within_a_second_of_its_status(browser: Browser, served: PageServer) -> None:
     browser.show(served.url)
     served.opened.acquire(timeout=60)

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 
 from slipstream.protocol.config import ConfigError, QueueSection, RunConfig
-from slipstream.rollout_queue.ledger.records import RunState, TicketRecord, TicketState
+from slipstream.rollout_queue.ledger.records import RowRecord, RunState, TicketRecord, TicketState
 from slipstream.rollout_queue.store import build, postgres, postgres_database
 from slipstream.rollout_queue.store.base import MAX_SILENCE_S, StoreError, Superseded
 from slipstream.rollout_queue.store.changes import Changes, Payload
@@ -398,10 +398,14 @@ def test_a_schema_of_an_earlier_layout_is_brought_to_the_newest_with_what_it_hol
 ) -> None:
     with monkeypatch.context() as earlier:
         earlier.setattr(postgres_database, "LAYOUTS", LAYOUTS[:1])
-        store = place.active()
-        store.commit(one(1))
-        store.close()
-    assert stored(place.active()) == {1}
+        place.active().close()
+        columns = """id, "index", attempt, serial, worker_id, version, state, failures, bytes, tokens, oldest_version,
+            arrival_version, servers"""
+        place.admin(f"INSERT INTO tickets ({columns}) VALUES ('1.0', 1, 0, 1, 'w', 0, 'ready', 0, 9, 3, 0, 0, '[]')")
+    store = place.active()
+    assert stored(store) == {1}
+    store.commit(Changes(rows={7: RowRecord(7, 1, 0.5, 0.25)}))
+    assert store.load().rows == [RowRecord(7, 1, 0.5, 0.25)]
     facts = place.reader().look()
     assert (facts.layout, facts.queue) == (len(LAYOUTS), "the queue at http://one:8200")
     assert "migrated to layout 2: a change of a ticket's state touches no index" in caplog.text

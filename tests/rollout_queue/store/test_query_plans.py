@@ -33,7 +33,7 @@ def db() -> Iterator[sqlite3.Connection]:
 
 def test_no_statement_of_a_commit_or_a_lease_scans_a_table(db: sqlite3.Connection) -> None:
     statements = [(write.statement, write.rows[0]) for write in sql.writes(EVERYTHING)]
-    assert len(statements) == 11, "a change of every kind"
+    assert len(statements) == 12, "a change of every kind"
 
     def seen(statement: str, parameters: tuple[object, ...]) -> list[sql.Row]:
         statements.append((statement, parameters))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from slipstream.protocol.config import ConfigError, RunConfig
@@ -20,6 +21,7 @@ from slipstream.rollout_queue.ledger.records import (
     Distrust,
     EvalRecord,
     GroupFacts,
+    RowRecord,
     RowResult,
     RunState,
     SampledBy,
@@ -116,6 +118,7 @@ def test_every_field_of_a_record_comes_back(store: Store) -> None:
         arrival_version=5,
         step=6,
         trained_version=7,
+        row=0,
     )
     unset = TicketRecord(index=0, attempt=0, serial=0, worker_id="", version=0)
     assert all(
@@ -178,6 +181,23 @@ def test_load_gives_what_the_queue_keeps_in_memory(store: Store) -> None:
         drops={"a": 1, "b": 2},
         tokens_sampled=4 * FACTS.tokens,
     )
+
+
+def test_sampled_tokens_of_dropped_groups_are_added_up_by_reason_also_of_pruned_ones(store: Store) -> None:
+    dropped = [ticket(i, TicketState.DROPPED, reason=why, group=FACTS) for i, why in enumerate("aab")]
+    failed = ticket(3, TicketState.DROPPED, reason="a")
+    commit(store, *dropped, failed)
+    for below in (0, 1):
+        decide(store, Decision(run=RunState(pruned_below=below)))
+        assert store.load().tokens_dropped == {"a": 2 * FACTS.tokens, "b": FACTS.tokens}
+        assert store.load().drops == {"a": 3, "b": 1}
+
+
+def test_estimates_of_rows_come_back_as_they_were_and_the_newest_replaces_the_others(store: Store) -> None:
+    third = float(np.float32(1 / 3))
+    decide(store, Decision(rows=(RowRecord(4, 1, 1e30, third), RowRecord(2**31, 1, -third, 0.0))))
+    decide(store, Decision(rows=(RowRecord(4, 2, third, 1e-30),)), Decision(rows=(RowRecord(0, 1, 0.0, 0.0),)))
+    assert store.load().rows == [RowRecord(0, 1), RowRecord(4, 2, third, 1e-30), RowRecord(2**31, 1, -third)]
 
 
 def test_a_commit_replaces_the_record_before_it(store: Store) -> None:

@@ -24,7 +24,7 @@ from tests.kit import config
 from tests.kit.postgres import cluster, find_programs
 from tests.kit.queue_machine import SabotagedQueue
 from tests.rollout_queue.ledger.test_evaluation_machine import EvaluationMachine
-from tests.rollout_queue.ledger.test_ledger import QueueMachine
+from tests.rollout_queue.ledger.test_ledger import LearnableQueue, QueueMachine
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class _OverEveryStore(SabotagedQueue):
         super().restart_queue()
 
 
-class RestartedQueue(_OverEveryStore, QueueMachine):
+class RestartedQueue(_OverEveryStore, LearnableQueue):
     pass
 
 

@@ -550,15 +550,15 @@ async def test_the_worker_takes_the_order_that_the_run_file_says() -> None:
     def of_the_row(completions: list[Any], number: list[float], **_: Any) -> list[float]:
         return number
 
-    async def numbers(shuffle: bool) -> list[float | None]:
+    async def numbers(order: str) -> list[float | None]:
         """Return the row's number of each group, in the order of their tickets."""
-        settings = config(WORKER, task={"path": "task.py:task", "shuffle": shuffle}, worker={"episodes": 2})
+        settings = config(WORKER, task={"path": "task.py:task", "order": order}, worker={"episodes": 2})
         done = await roll(task(dataset=rows, rewards=[of_the_row]), fake(), tickets=8, config=settings)
         groups = sorted(done.queue.groups, key=lambda group: group.index)
         return [group.rollouts[0].reward for group in groups]
 
-    assert await numbers(shuffle=False) == list(range(8))
-    shuffled = await numbers(shuffle=True)
+    assert await numbers("as_given") == list(range(8))
+    shuffled = await numbers("shuffled")
     assert sorted(shuffled) == list(range(8)) != shuffled
 
 

@@ -10,6 +10,7 @@ import pytest
 from slipstream.protocol import reasons
 from slipstream.rollout_worker.task.row_reader import RowReader
 from slipstream.rollout_worker.user_code import UserCode, UserCodeError
+from tests.kit import config
 from tests.kit.worker import row, task
 
 
@@ -24,7 +25,7 @@ class Role(enum.StrEnum):
 async def read(dataset, index=0, timeout_s=30.0):
     async with UserCode() as code:
         return await RowReader(
-            task(dataset=dataset, tools=[], rewards=[any_row]), __file__, code, True, timeout_s
+            task(dataset=dataset, tools=[], rewards=[any_row]), __file__, code, config().task, timeout_s
         ).read(index, 0)
 
 

@@ -325,7 +325,6 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
     """Return docs/trl_tests.md."""
     verdicts = Counter(found[0] for found in results.values())
     ran = verdicts["passed"] + verdicts["failed"]
-    share = f"{100 * verdicts['passed'] / ran:.0f} %" if ran else "none yet"
     lines = [
         "# TRL's own tests",
         "",
@@ -334,8 +333,8 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
         "two CPU cores. Words of errors are not compared. `python -m benchmarks.trl_tests CHECKOUT` runs them and",
         "writes this page.",
         "",
-        f"Of {tests} tests, {ran} ran: **{verdicts['passed']} passed ({share})**, {verdicts['failed']} failed. "
-        f"{verdicts['not applicable']} are not applicable, and {tests - len(results)} have not been run.",
+        f"Of {tests} tests, {verdicts['not applicable']} are not applicable. {ran} ran: **{verdicts['passed']} "
+        f"passed**, {verdicts['failed']} failed; {tests - len(results)} have not been run.",
         "",
         "## By file",
         "",

@@ -239,6 +239,17 @@ def vllm(
     run(config, index)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="a local model folder, or a Hugging Face hub name")],
+) -> None:
+    """Run a plain vLLM server, for a teacher or a reward model. Other arguments are vLLM's."""
+    from slipstream.deploy.servers.vllm_server import serve
+
+    serve(model, context.args)
+
+
 @app.command(
     **reading("run", "model", "task", "deploy", "cluster", "worker.count", "vllm.servers", "vllm.count", others=True),
 )

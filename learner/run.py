@@ -210,7 +210,7 @@ def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Poli
     if checkpoint is not None and policy.adapter is not None:
         policy.adapter.load(checkpoint.adapter_path)
     reference = load_reference(config, scoring, policy, team)
-    trainer = PolicyTrainer(policy, learner, config.rollout.max_episode_tokens, reference, team)
+    trainer = PolicyTrainer(policy, learner, config.rollout.max_episode_tokens, reference, team, config.teacher.coef)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
     return trainer

@@ -87,6 +87,28 @@ class SamplingMask(msgspec.Struct, forbid_unknown_fields=True):
                 )
 
 
+class TeacherTop(msgspec.Struct, forbid_unknown_fields=True):
+    """The k ids that a teacher finds most likely in the place of each of the S sampled tokens of a segment.
+
+    Attributes:
+        ids: int32 [S * k], by token.
+        logprobs: float32 [S * k], of each, in nats, at temperature 1.
+        k: Number of ids of a token.
+    """
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    k: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+    def __post_init__(self) -> None:
+        for name, array, dtype in (("ids", self.ids, np.int32), ("logprobs", self.logprobs, np.float32)):
+            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
+                raise ValueError(
+                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
+                    f"is {array.ndim}-dimensional {array.dtype.name}"
+                )
+
+
 class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
@@ -99,6 +121,9 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         experts: Of a mixture, with `learner.router_replay`; None if servers told them for no token.
         images: Where images stand among the tokens, in order.
         sampling_mask: With `rollout.top_k`; None if all tokens could be sampled.
+        teacher: float32 [S], log-prob of each of the S sampled tokens under the teacher, in nats, at temperature 1;
+            None without a teacher.
+        teacher_top: With `teacher.top_k`.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -108,12 +133,15 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     experts: RoutedExperts | None = None
     images: list[ImagePlace] = []
     sampling_mask: SamplingMask | None = None
+    teacher: npt.NDArray[np.float32] | None = None
+    teacher_top: TeacherTop | None = None
 
     def __post_init__(self) -> None:
         for name, array, dtype in (
             ("token_ids", self.token_ids, np.int32),
             ("loss_mask", self.loss_mask, np.bool_),
             ("logprobs", self.logprobs, np.float32),
+            *(() if self.teacher is None else (("teacher", self.teacher, np.float32),)),
         ):
             if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
                 raise ValueError(
@@ -219,6 +247,11 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
         return all(
             are_equal([self.rollouts[number].reward for number in numbers]) for numbers in self.by_role().values()
         )
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether a teacher has scored its tokens, which teaches where rewards are equal, too."""
+        return any(segment.teacher is not None for rollout in self.rollouts for segment in rollout.segments)
 
     @property
     def differs_by_function(self) -> bool:

@@ -21,6 +21,7 @@ import msgspec
 from slipstream.protocol import reasons, tracing
 from slipstream.protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from slipstream.rollout_worker import user_code
+from slipstream.rollout_worker.chat.base import PromptError
 from slipstream.rollout_worker.chat.parsers.base import Message
 from slipstream.rollout_worker.data.rows import Row
 from slipstream.rollout_worker.episodes.capacity import Capacity, Reservation
@@ -33,6 +34,7 @@ from slipstream.rollout_worker.inference.pool import ServerPool
 from slipstream.rollout_worker.task.reward_base import RewardBatch, RewardError, TrainerState
 from slipstream.rollout_worker.task.rewards import RewardFunctions
 from slipstream.rollout_worker.task.row_reader import RowReader
+from slipstream.rollout_worker.teacher import Teacher, TeacherError
 from slipstream.rollout_worker.user_code.values import without_middle
 from slipstream.rollout_worker.vision.processor import Seen
 
@@ -72,6 +74,7 @@ class GroupRunner:
     counters: WorkerReport
     notices: FailureNotices
     keep_messages: bool
+    teacher: Teacher | None = None
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
 
@@ -94,6 +97,8 @@ class GroupRunner:
             self._note_silent_roles(episodes)
             if self.keep_messages:
                 self._keep_messages(episodes)
+            if self.teacher is not None and ticket.kind == "train":
+                await self._taught(self.teacher, row, episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, min_rollouts), min_rollouts)
             rewarded = self._compared(rewarded, min_rollouts)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
@@ -210,6 +215,15 @@ class GroupRunner:
                 retryable=any(failure.retryable for failure in failures),
             )
         return episodes
+
+    async def _taught(self, teacher: Teacher, row: Row, episodes: list[Episode]) -> None:
+        """Put the teacher's log-probs into the episodes. Raises `TicketFailed`."""
+        try:
+            with self.capacity.being("judgement", len(episodes)), tracing.span("teacher"):
+                await teacher.teach(episodes, row.columns)
+        except (TeacherError, PromptError) as error:
+            self.notices.add("teacher", type(error).__name__, f"{error}; at row {row.number}")
+            raise TicketFailed(reasons.TEACHER, str(error), retryable=isinstance(error, TeacherError)) from error
 
     async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode], min_rollouts: int) -> list[Episode]:
         """Compute the rewards, put them into the rollouts, and return the episodes that have one. Raises

@@ -41,6 +41,7 @@ from slipstream.rollout_worker.inference.sampler import Sampler
 from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.task.row_reader import RowReader
 from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.teacher import Teacher
 from slipstream.rollout_worker.user_code import UserCode, failure_of
 from slipstream.rollout_worker.user_code.values import encodable
 
@@ -141,6 +142,11 @@ class Worker:
             counters=self.counters,
             notices=self._notices,
             keep_messages=config.worker.keep_messages,
+            teacher=Teacher(
+                config.teacher, lambda text: self._notices.add("teacher", reasons.SERVER, text), retry_pause_s, sleep
+            )
+            if config.teacher.is_on
+            else None,
             clock=clock,
         )
         self._running: dict[str, asyncio.Task[None]] = {}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.protocol.client import retry_pause_s
 from slipstream.protocol.config import ConfigError, Finding, RunConfig
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
@@ -21,8 +22,10 @@ from slipstream.rollout_worker.data.order import SHUFFLED, check_order
 from slipstream.rollout_worker.data.rows import spread
 from slipstream.rollout_worker.episodes.source import PromptFindings, SourceContext
 from slipstream.rollout_worker.sources import source_of
-from slipstream.rollout_worker.task.reward_classifier import ClassifierReward
+from slipstream.rollout_worker.task.reward_base import TRIED_ANSWER
+from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.task.task import Task
+from slipstream.rollout_worker.teacher import Teacher, filled, heads
 from slipstream.rollout_worker.user_code import UserCode
 from slipstream.rollout_worker.vision.messages import seen_prompt
 from slipstream.rollout_worker.vision.sources import ImageError
@@ -32,6 +35,10 @@ MAX_RENDERED = 64
 
 # The longest of a few prompts, times this, is taken for the longest of all.
 LONGER_PROMPTS = 1.5
+
+
+# Seconds within which a reward is tried.
+TRIED_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,11 @@ def check_task(config: RunConfig, task: Task) -> TaskCheck:
     if task.rows.size is None and config.task.order == SHUFFLED:
         text = "the data set is an iterable: its rows come in its own order, which task.order does not change"
         findings.append(Finding("warning", text))
-    asyncio.run(check_reward_servers(config, task))
+    findings += asyncio.run(check_rewards(config, task))
     prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
     findings += failures
+    if config.teacher.is_on:
+        findings += asyncio.run(check_teacher(config, task, samples[0], prompts[0]))
     longest = 0
     for sample, of_prompts, rows in zip(samples, prompts, checked, strict=True):
         found, lengths = check_prompts(config, sample, of_prompts, rows.unusable)
@@ -135,13 +144,49 @@ def find_row_warnings(sample: RowSample, rows: Findings) -> list[Finding]:
     return findings
 
 
-async def check_reward_servers(config: RunConfig, task: Task) -> None:
-    """Have each classifier of the task score one completion. Raises `ConfigError` for one that gives no score."""
+async def check_rewards(config: RunConfig, task: Task) -> list[Finding]:
+    """Have each reward score two made-up answers to the first row. Functions are only called where an answer is all
+    that an episode brings: not with an environment, nor with an agent.
+
+    Returns: A warning for each function that fails for these answers.
+
+    Raises:
+        ConfigError: A classifier gives no score, or a function no list with a number for each answer.
+    """
     first = next((row for _, row in task.rows.sample(1)), None)
-    messages = not (isinstance(first, Mapping) and isinstance(first["prompt"], str))
-    for name in task.rewards:
-        if isinstance(name, str):
-            await ClassifierReward(name, config.task.reward_servers).ask(messages)
+    if not isinstance(first, Mapping) or "prompt" not in first:
+        first = {"prompt": [{"role": "user", "content": "2 by 3?"}]}
+    answers_are_all = task.environment is None and task.agent is None
+    tried = [reward for reward in task.rewards if answers_are_all or isinstance(reward, str)]
+    if not tried:
+        return []
+    async with UserCode() as code:
+        found = await build_rewards(config, tried, None, code=code).check_scores(first, TRIED_WITHIN_S)
+    return [
+        Finding("warning", f"a group with the answer {TRIED_ANSWER!r} would get no reward: {text}") for text in found
+    ]
+
+
+async def check_teacher(config: RunConfig, task: Task, sample: RowSample, found: PromptFindings) -> list[Finding]:
+    """Try the teacher, and show it the first row. Returns a warning for a context that is too short.
+
+    Raises:
+        ConfigError: The teacher does not answer, has another vocabulary, or `teacher.prompt` cannot be shown.
+    """
+    row = next((row for _, row in sample.sample(1) if isinstance(row, Mapping)), None)
+    told = 0
+    if config.teacher.prompt is not None and row is not None:
+        try:
+            if found.chat_of is None or task.agent is not None:
+                raise PromptError("an agent writes its own prompts: leave it out")
+            prompt = filled(config.teacher.prompt, row)
+            shown, own = await heads(found.chat_of(row), row["prompt"], prompt)
+            told = len(own) - len(shown)
+        except PromptError as error:
+            raise ConfigError(f"teacher.prompt = {config.teacher.prompt[:80]!r}: {error}") from None
+    teacher = Teacher(config.teacher, lambda text: None, retry_pause_s)
+    warning = await teacher.check(load_tokenizer(config.model), config.vllm.max_model_len + told)
+    return [] if warning is None else [Finding("warning", warning)]
 
 
 async def _check_by_kind(

@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from slipstream.deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # Each adapter takes memory of the server.
 MAX_ADAPTERS = 8
+
+# Cache of a plain server on a CPU, unless it is told otherwise.
+PLAIN_CACHE_BYTES = 2 * 1024**3
 
 # Seconds to try to reach the queue. It may start next to the server, which takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
@@ -172,9 +176,9 @@ KEPT_PAGES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THR
 def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
     """Return the server's environment: this process's, the RL routes on, its GPUs, and what the CPU build needs."""
     model = config.model
-    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    wanted = {"VLLM_SERVER_DEV_MODE": "1", **_basic()}
     if on_cpu():
-        wanted |= {"TORCH_COMPILE_DISABLE": "1", THREADS_BIND: NO_BIND, **KEPT_PAGES}
+        wanted |= KEPT_PAGES
     if seat is not None and seat.entries:
         wanted |= {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries)}
     wanted |= devices.nccl_environment(config)
@@ -182,6 +186,12 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
         wanted |= {"HF_HUB_OFFLINE": "1"}
     token = {access.TOKEN_VARIABLE: config.token} if config.token else {}
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
+
+
+def _basic() -> dict[str, str]:
+    """Return the variables that every server gets, unless they are set."""
+    of_cpu = {"TORCH_COMPILE_DISABLE": "1", THREADS_BIND: NO_BIND} if on_cpu() else {}
+    return {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", **of_cpu}
 
 
 def with_cpu_settings(
@@ -231,6 +241,26 @@ def run(config: RunConfig, index: int) -> None:
     asyncio.run(announce(config, index))
     line, env = _settled(here, 0, "server", index) if config.vllm.servers else _settled(config, index)
     os.execve(line[0], line, env)
+
+
+def serve(model: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by a plain vLLM server: of a teacher, or of a reward model.
+
+    It is `vllm serve`, with what the CPU build needs: that asks for the release of a package of another name.
+
+    Args:
+        model: Its folder, or its name on the hub.
+        arguments: vLLM's own.
+    """
+    probes.require_modules("slipstream serve", probes.VLLM_MODULES)
+    line = [sys.executable, "-P", "-m", cpu_server.SERVER, "--model", _resolved(model)]
+    if on_cpu():
+        line += ["--enforce-eager", *cpu_build.flags(architecture_of(ModelSection(path=model)) or {})]
+        if os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
+            line += ["--distributed-executor-backend", IN_ENGINE]
+        # vLLM would take nearly all memory of the machine.
+        line += [cpu_settings.FLAG, str(PLAIN_CACHE_BYTES)]
+    os.execve(line[0], [*line, *arguments], {**_basic(), **os.environ})
 
 
 def _at_its_url(config: RunConfig, index: int) -> RunConfig:

@@ -21,6 +21,7 @@ class Algorithm:
     Args:
         section: `[learner]` of the run file.
         longest: Maximum number of tokens that a rollout may sample.
+        teacher_coef: Weight of the teacher's advantage.
 
     Attributes:
         by_rollout: Whether losses depend on what `Tokens` has of whole rollouts.
@@ -32,7 +33,7 @@ class Algorithm:
         needs_entropy: Whether the loss holds the step's mean entropy.
     """
 
-    def __init__(self, section: LearnerSection, longest: int) -> None:
+    def __init__(self, section: LearnerSection, longest: int, teacher_coef: float = 1.0) -> None:
         self._advantage = advantages.build(section)
         self._correction = corrections.build(section)
         self._masks = loss_terms.build_masks(section)
@@ -40,6 +41,7 @@ class Algorithm:
         self._regularisers = loss_terms.build_regularisers(section)
         self._normaliser = NORMALISERS[section.normaliser]
         self._longest = longest
+        self._teacher_coef = teacher_coef
         self.by_rollout = (
             self._objective.by_rollout
             or self._correction.by_rollout
@@ -72,7 +74,22 @@ class Algorithm:
         return self._normaliser(rollouts, self._longest).astype(np.float32)
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        """Compute the losses of a row's tokens, with the sums and peaks of all parts."""
+        """Compute the losses of a row's tokens, with the sums and peaks of all parts.
+
+        A teacher adds coef * (log teacher - log policy) to each token's advantage: a sample of minus the reverse KL
+        (on-policy distillation: arXiv:2306.13649, with the policy's own samples). Where the teacher's likeliest ids are
+        known, coef * sum of teacher * (log teacher - log policy) over them is added to each token's loss instead: the
+        forward KL.
+        """
+        apart: dict[str, torch.Tensor] = {}
+        forward_kl: torch.Tensor | None = None
+        if tokens.teacher_top is not None and tokens.others is not None:
+            forward_kl = (tokens.teacher_top.exp() * (tokens.teacher_top - tokens.others)).sum(1)
+            apart = {_TEACHER_KL: torch.where(tokens.weights > 0, forward_kl.detach(), 0.0).sum()}
+        elif tokens.teacher is not None:
+            closer = tokens.teacher - tokens.logprobs.detach()
+            apart = {_TEACHER_KL: -torch.where(tokens.weights > 0, closer, 0.0).sum()}
+            tokens = tokens.but(advantages=tokens.advantages + self._teacher_coef * closer)
         corrected = self._correction(tokens)
         seen, weighted = corrected.tokens, tokens.weights > 0
         masked: dict[str, torch.Tensor] = {}
@@ -83,6 +100,8 @@ class Algorithm:
         result = self._objective(seen)
         losses, added_sums = result.losses, dict[str, torch.Tensor]()
         counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
+        if forward_kl is not None:
+            losses = losses + self._teacher_coef * tokens.weights * forward_kl
         for regulariser in self._regularisers:
             if isinstance(regulariser, loss_terms.EntropyBonus):  # the last one
                 counts["policy_loss"] = losses.detach().sum()
@@ -92,7 +111,7 @@ class Algorithm:
         own, before = _named(_OBJECTIVE, result.sums), _named(_CORRECTION, corrected.sums)
         drift = _named(_DRIFT, self._objective.drift(tokens))
         peaks = {**_named(_OBJECTIVE, result.peaks), **_named(_CORRECTION, corrected.peaks)}
-        return TokenLosses(losses, {**counts, **own, **drift, **before, **masked, **added_sums}, peaks)
+        return TokenLosses(losses, {**counts, **apart, **own, **drift, **before, **masked, **added_sums}, peaks)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
         """Make the metrics of `metrics.jsonl` from a step's sums and peaks. The objective's are None where correction
@@ -105,6 +124,8 @@ class Algorithm:
             shown = dict.fromkeys(self._objective.metrics(dict.fromkeys(own, 1.0), 1))
         if self.needs_entropy:
             shown |= {"policy_loss": sums["policy_loss"], "entropy_coef": self._entropy_coef}
+        if _TEACHER_KL in sums:
+            shown[_TEACHER_KL] = sums[_TEACHER_KL] / corrected
         return {
             **self._correction.metrics(_under(_CORRECTION, sums), corrected),
             **{name: value / corrected for name, value in sums.items() if name.startswith(_MASKED)},
@@ -116,6 +137,7 @@ class Algorithm:
 
 _OBJECTIVE, _DRIFT, _CORRECTION, _REGULARISER = "objective ", "drift ", "correction ", "regulariser "
 _MASKED = "masked/"
+_TEACHER_KL = "teacher/kl"
 
 
 def _named(prefix: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -93,6 +93,9 @@ class Tokens:
         old_drift: Sum of old - behaviour over the whole rollout.
         proximal_drift: Sum of proximal - behaviour over the whole rollout.
         reference: Log-probs under the reference model; None without one.
+        teacher: Log-probs under the teacher; None without one.
+        teacher_top: float32 [N, k], log-probs under the teacher of its k likeliest ids, and `others`: under the policy
+            that trains; None without `teacher.top_k`.
         top_entropy: bool [N], the tokens that `learner.top_entropy_quantile` keeps; None where it keeps all.
         entropy_weights: The token's part in the step's mean entropy; None where the loss has no such term.
     """
@@ -111,6 +114,9 @@ class Tokens:
     old_drift: torch.Tensor
     proximal_drift: torch.Tensor
     reference: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
+    teacher_top: torch.Tensor | None = None
+    others: torch.Tensor | None = None
     top_entropy: torch.Tensor | None = None
     entropy_weights: torch.Tensor | None = None
 

@@ -74,6 +74,9 @@ class Sample:
             are not known; None if they are for no token.
         images: By number; in `token_ids`, -1 - k stands for each token of image k.
         mask: Ids that each token was sampled from; None if all could be sampled.
+        teacher: float32 [T], log-probs under the teacher where a token was sampled; None without a teacher.
+        teacher_ids: int64 [T, k], likeliest ids of the teacher in each place, and `teacher_top`: float32 [T, k], their
+            log-probs; None without `teacher.top_k`.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -87,6 +90,9 @@ class Sample:
     experts: npt.NDArray[np.int16] | None = None
     images: Mapping[int, RowImage] = field(default_factory=dict)
     mask: SampledFrom | None = None
+    teacher: npt.NDArray[np.float32] | None = None
+    teacher_ids: npt.NDArray[np.int64] | None = None
+    teacher_top: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -123,6 +129,8 @@ class PackedRow:
         server: int32 [N], its index in the step's `StepRollouts.servers`.
         experts: int16 [T, layers, top_k], as in `Sample`; of a token that sequences share, the first known ones.
         images: By number; in `input_ids`, -1 - k stands for each token of image k.
+        teacher: float32 [N], as in `Sample`; None without a teacher.
+        teacher_ids: int64 [U, k], as in `Sample`; `teacher_top`: float32 [N, k], likewise.
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
     """
@@ -144,6 +152,9 @@ class PackedRow:
     server: torch.Tensor
     experts: torch.Tensor | None = None
     images: dict[int, RowImage] = field(default_factory=dict)
+    teacher: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_top: torch.Tensor | None = None
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
 
@@ -298,12 +309,16 @@ def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], 
 def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
     """Make one row of samples."""
     paths = trie.build([sample.forwarded for sample in samples], branches)
-    positions, targets, entries = [], [], []
+    positions, targets, entries, teacher, top = [], [], [], [], []
     for index, places in zip(paths.order, paths.places, strict=True):
         sample = samples[index]
         (trained,) = sample.weights.nonzero()
         positions.append(places[trained - 1])
         targets.append(sample.token_ids[trained].astype(np.int64))
+        if sample.teacher is not None:
+            teacher.append(sample.teacher[trained])
+        if sample.teacher_ids is not None and sample.teacher_top is not None:
+            top.append((sample.teacher_ids[trained], sample.teacher_top[trained]))
         entries.append(
             (
                 sample.behaviour[trained],
@@ -315,10 +330,10 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         )
     pairs = np.concatenate(positions) << 32 | np.concatenate(targets)
     masks = _masks([samples[index] for index in paths.order])
+    first = scored = np.arange(len(pairs))
     if masks is None:
-        pairs, scored = np.unique(pairs, return_inverse=True)
-    else:
-        scored = np.arange(len(pairs))
+        pairs, first, scored = np.unique(pairs, return_index=True, return_inverse=True)
+    teacher_ids, teacher_top = (np.concatenate(column) for column in zip(*top, strict=True)) if top else (None, None)
     behaviour, staleness, fresh, rollout, server = (np.concatenate(column) for column in zip(*entries, strict=True))
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
@@ -338,6 +353,9 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         server=torch.from_numpy(server),
         experts=_experts(samples, paths),
         images={number: image for sample in samples for number, image in sample.images.items()},
+        teacher=torch.from_numpy(np.concatenate(teacher)) if teacher else None,
+        teacher_ids=None if teacher_ids is None else torch.from_numpy(teacher_ids[first]),
+        teacher_top=None if teacher_top is None else torch.from_numpy(teacher_top),
         mask_pairs=None if masks is None else torch.from_numpy(masks[0]),
         mask_ids=None if masks is None else torch.from_numpy(masks[1]),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -247,6 +248,14 @@ class Draft:
             return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
+        if self._config.teacher.is_on:  # it teaches where rewards do not differ, too
+            segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+            k = self._config.teacher.top_k
+            taught = all(
+                segment.teacher is not None and (segment.teacher_top.k if segment.teacher_top else 0) == k
+                for segment in segments
+            )
+            return None if taught else reasons.NO_TEACHER
         if self._config.learner.zero_variance != "keep" and self._advantage.stays_flat(self._rollouts([standing])):
             return reasons.ZERO_VARIANCE
         return None
@@ -298,6 +307,20 @@ def _not_finite(group: Group) -> str | None:
     return None
 
 
+def _of_teacher(segment: Segment) -> dict[str, Any]:
+    """Return the teacher's fields of a `Sample`: values by token, 0 where it was not sampled."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    if segment.teacher is not None:
+        found["teacher"] = segment.teacher
+    if (top := segment.teacher_top) is not None:
+        found["teacher_ids"] = top.ids.reshape(-1, top.k).astype(np.int64)
+        found["teacher_top"] = top.logprobs.reshape(-1, top.k)
+    spread = {name: np.zeros((len(segment.token_ids), *of.shape[1:]), of.dtype) for name, of in found.items()}
+    for name, of in found.items():
+        spread[name][segment.loss_mask] = of
+    return spread
+
+
 def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     """Count tokens up to the last one with weight."""
     trained = np.flatnonzero(weights)
@@ -325,4 +348,5 @@ def _sequences(
                 experts=experts,
                 images=shown,
                 mask=SampledFrom.of(segment),
+                **_of_teacher(segment),
             )

@@ -32,6 +32,8 @@ class TokenBatch:
     advantages         float32 [B, T]   of the token's rollout by `learner.advantage`; 0 where it does not train
     behaviour          float32 [B, T]   log-prob, in nats, under the weights that sampled the token, at
                                         `rollout.temperature`; 0 where it was not sampled
+    teacher            float32 [B, T]   log-prob, in nats, under the teacher; 0 where the token was not sampled; None
+                                        without a teacher
     versions           int64 [B, T]     version of the weights that sampled the token; -1 where it does not train
     rewards            float32 [B]      reward of the sequence's rollout
     rollouts           int64 [B]        number of the sequence's rollout in the step
@@ -57,6 +59,7 @@ class TokenBatch:
     rollouts: torch.Tensor
     groups: torch.Tensor
     number: int = 0
+    teacher: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class TokenBatch:
 
         rollouts = np.array([sample.rollout for sample in samples], dtype=np.int64)
         trains = padded([sample.weights > 0 for sample in samples], torch.bool)
+        taught = [sample.teacher for sample in samples if sample.teacher is not None]
         sampled = [np.where(sample.weights > 0, version - sample.staleness, -1) for sample in samples]
         return cls(
             step=step,
@@ -96,6 +100,7 @@ class TokenBatch:
             rollouts=torch.from_numpy(rollouts),
             groups=torch.tensor([sample.group for sample in samples]),
             number=number,
+            teacher=padded(taught, torch.float32) if taught else None,
         )
 
     def __len__(self) -> int:

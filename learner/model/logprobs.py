@@ -31,11 +31,13 @@ class TokenScores(NamedTuple):
         logprobs: float32 [N].
         entropy: float32 [N] in nats, of the same distributions.
         routing: How the row's tokens were routed to experts, where that was asked for.
+        others: float32 [N, k], log-probs of k other ids in the place of each token, where that was asked for.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     routing: Routing | None = None
+    others: torch.Tensor | None = None
 
 
 class Mask(NamedTuple):
@@ -89,12 +91,20 @@ class LmHead:
         return whole.logits(hidden.to(whole.type), slice(0, len(self.weight)))
 
 
-def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor, mask: Mask | None = None) -> TokenScores:
-    """Score `targets`, int64 [N], as predicted by `hidden`, [N, h], among the tokens that could be sampled."""
+def token_scores(
+    lm_head: LmHead,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    mask: Mask | None = None,
+    others: torch.Tensor | None = None,
+) -> TokenScores:
+    """Score `targets`, int64 [N], and `others`, int64 [N, k], as predicted by `hidden`, [N, h], among the tokens that
+    could be sampled."""
+    ids = targets[:, None] if others is None else torch.cat([targets[:, None], others], dim=1)
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, lm_head.weight, lm_head.bias, targets, lm_head, mask
+        hidden, lm_head.weight, lm_head.bias, ids, lm_head, mask
     )
-    return TokenScores(logprobs, entropy)
+    return TokenScores(logprobs[:, 0], entropy, others=None if others is None else logprobs[:, 1:])
 
 
 class _TokenScores(torch.autograd.Function):
@@ -118,12 +128,12 @@ class _TokenScores(torch.autograd.Function):
         # Of the words so far: the highest logit, sum of exp(logit - highest), and of the same times (logit - highest).
         highest = torch.full((len(targets), 1), _NEVER, dtype=torch.float32, device=hidden.device)
         sums, moments = torch.zeros_like(highest), torch.zeros_like(highest)
-        chosen = torch.zeros_like(highest)
+        chosen = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         for words in _slices(vocabulary, size):
             logits = chunks.logits(inputs, words)
             if mask is not None:
                 mask.apply(logits, rows, words)
-            place = (targets - words.start)[:, None]
+            place = targets - words.start
             inside = (place >= 0) & (place < logits.shape[1])
             chosen += torch.where(inside, logits.gather(1, place.clamp(0, logits.shape[1] - 1)), 0.0)
             higher = torch.maximum(highest, logits.amax(-1, keepdim=True))
@@ -136,7 +146,7 @@ class _TokenScores(torch.autograd.Function):
             moments += exponentials.mul_(logits).sum(-1, keepdim=True)
         log_sum = sums.log()
         log_sums = (log_sum + highest)[:, 0]
-        logprobs = chosen[:, 0] - log_sums
+        logprobs = chosen - log_sums[:, None]
         entropy = (log_sum - moments / sums)[:, 0]
         ctx.save_for_backward(hidden, targets, log_sums, entropy)
         ctx.lm_head, ctx.compute, ctx.mask = lm_head, compute, mask
@@ -149,7 +159,8 @@ class _TokenScores(torch.autograd.Function):
         hidden, targets, log_sums, entropy = ctx.saved_tensors
         lm_head, compute, vocabulary = ctx.lm_head, ctx.compute, len(ctx.lm_head.weight)
         given, of_entropy = (None if each is None else each / lm_head.temperature for each in gradients)
-        upstream = torch.zeros_like(log_sums) if given is None else given
+        upstream = torch.zeros(targets.shape, device=hidden.device) if given is None else given
+        whole = upstream.sum(1, keepdim=True)
         inputs = hidden.to(compute)
         to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         to_weight = torch.empty_like(lm_head.weight) if ctx.needs_input_grad[1] else None
@@ -164,14 +175,14 @@ class _TokenScores(torch.autograd.Function):
                 ctx.mask.apply(logits, slice(0, len(targets)), words)
             logits.sub_(log_sums[:, None])
             # p, the softmax: d logprob / d logits = onehot(target) - p, d entropy / d logits = -p (log p + entropy)
-            factor = -upstream[:, None]
+            factor = -whole
             if of_entropy is not None:
                 factor = torch.add(logits, entropy[:, None], out=chunks.spare(spares - 1, logits))
-                factor.mul_(-of_entropy[:, None]).sub_(upstream[:, None])
+                factor.mul_(-of_entropy[:, None]).sub_(whole)
             gradient = logits.exp_().mul_(factor)
             place = targets - words.start
             own = torch.where((place >= 0) & (place < gradient.shape[1]), upstream, 0.0)
-            gradient.scatter_add_(1, place.clamp_(0, gradient.shape[1] - 1)[:, None], own[:, None])
+            gradient.scatter_add_(1, place.clamp_(0, gradient.shape[1] - 1), own)
             if slope is not None:
                 gradient.mul_(slope)
             if lm_head.scale != 1.0:

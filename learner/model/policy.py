@@ -118,9 +118,12 @@ class Policy(torch.nn.Module):
         with self.precision.autocast(self.device):
             states = self._states(row)
             mask = None if row.mask_pairs is None or row.mask_ids is None else Mask(row.mask_pairs, row.mask_ids)
-            scores = token_scores(self.lm_head(temperature), states.hidden[row.positions], row.targets, mask)
+            scores = token_scores(
+                self.lm_head(temperature), states.hidden[row.positions], row.targets, mask, row.teacher_ids
+            )
             routing = self._routing(row, states) if self._scoring.routing else None
-        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
+        others = None if scores.others is None else scores.others[row.scored]
+        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing, others)
 
     def use(self, layout: layouts.Layout, attention: str | None = None) -> bool:
         """Score rows in this layout; padded, with the network's own `attention`, or with its best. Returns False if it

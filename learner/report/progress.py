@@ -222,6 +222,7 @@ def line(
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
         f"reward {counts.reward_mean:.3f}",
         *_evaluated(evaluation),
+        *([] if (teacher := record.metrics.objective.get("teacher/kl")) is None else [f"teacher KL {teacher:.3f}"]),
         f"{_duration(left_s)} left",
         *([f"sampler KL {kl:.2g}"] if shows_kl else []),
         f"{times.step_s:.2f} s, {times.wait_s / times.step_s:.0%} waiting",

@@ -26,7 +26,17 @@ EARLIER = "eval/earlier"
 # Metrics of a step on the status page and on `/metrics`, by their names in `metrics.jsonl`; the most important first.
 MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
-    *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_*", "clip_ratio/*"),
+    *(
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "entropy",
+        "kl",
+        "kl_reference",
+        "teacher/kl",
+        "sampler/kl_staleness_*",
+        "clip_ratio/*",
+    ),
     *("sampler/distance/*", "ess", "sampler/ratio_p*", "mfu", "wait_s", "train_s", "publish_blocked_ms"),
     *("weight_sync/pause_s", "weight_sync/transfer_s", "weight_sync/sent_bytes", "weight_sync/share_changed"),
     "weight_sync/generation_share",

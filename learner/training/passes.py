@@ -199,6 +199,9 @@ class Preparation:
             old_drift=torch.zeros_like(drift),
             proximal_drift=drift if same else self._of_rollout(row, proximal, self._proximal_drift),
             reference=known.reference,
+            teacher=row.teacher,
+            teacher_top=row.teacher_top,
+            others=scores.others,
             top_entropy=top,
             entropy_weights=self._entropy_weights(logprobs, top) if self._algorithm.needs_entropy else None,
         )

@@ -60,6 +60,7 @@ class PolicyTrainer(Trainer):
 
     Args:
         longest: The most tokens that a rollout may sample.
+        teacher_coef: Weight of the teacher's advantage.
         reference: The reference model; needed where `learner.kl_coef` is above 0.
 
     Attributes:
@@ -73,10 +74,11 @@ class PolicyTrainer(Trainer):
         longest: int,
         reference: Reference | None = None,
         team: Team | None = None,
+        teacher_coef: float = 1.0,
     ) -> None:
         self.team = team or Team()
         self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.skips_weights))
-        self.algorithm = Algorithm(section, longest)
+        self.algorithm = Algorithm(section, longest, teacher_coef)
         if self.algorithm.needs_reference and reference is None:
             raise ValueError(f"learner.kl_coef = {section.kl_coef:g} needs a reference: give one to the trainer")
         self.reference = reference if self.algorithm.needs_reference else None

@@ -57,6 +57,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             "task.order": config.task.order,
             "task.mix": str(dict(sorted(config.task.mix.items()))),
             "task.mix_column": config.task.mix_column,
+            "teacher": str((config.teacher.is_on, config.teacher.prompt)),
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
         },
     )

@@ -31,6 +31,7 @@ from slipstream.protocol.config.sections import (
     RunSection,
     Section,
     TaskSection,
+    TeacherSection,
     TrackingSection,
     VllmSection,
     WeightSyncSection,
@@ -72,6 +73,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection
     task: TaskSection
+    teacher: TeacherSection = TeacherSection()
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()
     rollout: RolloutSection = RolloutSection()
@@ -146,6 +148,11 @@ class RunConfig(Section):
         rollout, queue, learner = self.rollout, self.queue, self.learner
         checks.check_chat(self.chat)
         sampling.check_sampling(rollout)
+        if self.teacher.top_k and sampling.keeps_mask(rollout):
+            raise ValueError(
+                f"teacher.top_k = {self.teacher.top_k} with rollout.top_k = {rollout.top_k}: the teacher's ids may be "
+                f"ones that the policy could not sample; leave out one of them"
+            )
         checks.check_algorithm(learner)
         checks.check_optimisation(learner)
         if learner.shard_weights and self.model.train_vision:

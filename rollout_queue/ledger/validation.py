@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.protocol import codec, reasons
 from slipstream.protocol.images import MAX_BYTES, Image
@@ -19,6 +20,7 @@ from slipstream.protocol.messages import (
     RoutedExperts,
     SamplingMask,
     Segment,
+    TeacherTop,
 )
 from slipstream.rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
@@ -152,6 +154,10 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
                 _check_experts(segment.experts, len(segment.token_ids), place)
             if segment.sampling_mask is not None:
                 _check_mask(segment, segment.sampling_mask, rules.vocabulary, place)
+            if segment.teacher is not None:
+                _check_teacher(segment.teacher, segment.sampled_tokens, place)
+            if segment.teacher_top is not None:
+                _check_teacher_top(segment.teacher_top, segment.sampled_tokens, rules.vocabulary, place)
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -367,6 +373,30 @@ def _check_mask(segment: Segment, mask: SamplingMask, vocabulary: int | None, wh
     found = np.add.reduceat(mask.ids == np.repeat(sampled, counts), np.cumsum(counts) - counts)
     if (found != 1).any():
         raise Refusal(reasons.MASK_COVER, f"{where}: a sampled token is not, or not once, in its sampling mask")
+
+
+def _check_teacher_top(top: TeacherTop, tokens: int, vocabulary: int | None, where: str) -> None:
+    _check_teacher(top.logprobs, tokens * top.k, where)
+    if len(top.ids) != len(top.logprobs):
+        raise Refusal(
+            reasons.LENGTH_MISMATCH, f"{where}: {len(top.ids)} ids and {len(top.logprobs)} log-probs of the teacher"
+        )
+    if len(top.ids) and not 0 <= int(top.ids.min()) <= int(top.ids.max()) < (vocabulary or math.inf):
+        raise Refusal(
+            reasons.TOKEN_ID_UNKNOWN,
+            f"{where}: ids of the teacher are {top.ids.min()} to {top.ids.max()}, known are {vocabulary}",
+        )
+
+
+def _check_teacher(teacher: npt.NDArray[np.float32], expected: int, where: str) -> None:
+    if len(teacher) != expected:
+        raise Refusal(
+            reasons.LENGTH_MISMATCH, f"{where}: {len(teacher)} log-probs of the teacher, expected are {expected}"
+        )
+    if not np.isfinite(teacher).all():
+        raise Refusal(reasons.LOGPROB_NOT_FINITE, f"{where}: a log-prob of the teacher is not finite")
+    if (teacher > 0).any():
+        raise Refusal(reasons.LOGPROB_POSITIVE, f"{where}: a log-prob of the teacher is {teacher.max()}, above 0")
 
 
 def _check_logprobs(segment: Segment, where: str) -> None:

@@ -169,7 +169,7 @@ class GroupOutcome(msgspec.Struct, frozen=True):
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
         callers = sum(rollout.tool_calls > 0 for rollout in group.rollouts)
         offered = any(TOOLS_OFFERED in rollout.metrics for rollout in group.rollouts)
-        equal = group.is_flat and not (apart and group.differs_by_function)
+        equal = group.is_flat and not (apart and group.differs_by_function) and not group.is_taught
         return cls(fmean(rewards), equal, dict(finished), tools, callers, offered)
 
 

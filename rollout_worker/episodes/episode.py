@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.protocol import reasons
 from slipstream.protocol.images import ImagePlace
-from slipstream.protocol.messages import Rollout, SamplingMask, Segment, VersionSpan
+from slipstream.protocol.messages import Rollout, SamplingMask, Segment, TeacherTop, VersionSpan
 from slipstream.protocol.rollouts import NEW_SEGMENTS
 from slipstream.rollout_worker.chat.base import ChatFormat
 from slipstream.rollout_worker.chat.parsers.base import Message
@@ -51,6 +52,7 @@ class Episode:
         reward_inputs: Returns further arguments that reward functions may take besides its conversation, by name. All
             episodes of a task have the same names.
         why_no_reward: Why it has no reward, if neither it nor a reward function gives one.
+        chat: The chat format that rendered its prompt; None if an agent did.
         is_further_role: Whether it is what another role said in an episode that is counted already.
     """
 
@@ -65,12 +67,15 @@ class Episode:
     reward_inputs: Callable[[], Mapping[str, Any]] = dict
     why_no_reward: NoReward = NoReward()
     is_further_role: bool = False
+    chat: ChatFormat | None = None
 
     @classmethod
     def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
         rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
-        return cls([SegmentDraft(setup.prompt_ids, setup.prompt_images)], rollout, setup.prompt, affinity)
+        return cls(
+            [SegmentDraft(setup.prompt_ids, setup.prompt_images)], rollout, setup.prompt, affinity, chat=setup.chat
+        )
 
     @property
     def ids(self) -> list[int]:
@@ -131,6 +136,8 @@ class SegmentDraft:
         experts: Experts that servers recorded of its tokens, in order.
         images: Images among the tokens, in order.
         masks: What each sampled token was sampled from, with `rollout.top_k`.
+        teacher: float32 [S], the teacher's log-prob of each sampled token; None without a teacher.
+        teacher_top: Its likeliest ids, with `teacher.top_k`.
     """
 
     def __init__(self, prompt_ids: Sequence[int], images: Sequence[Placed] = ()) -> None:
@@ -142,6 +149,8 @@ class SegmentDraft:
         self.spans: list[SampledSpan] = []
         self.experts: list[RecordedExperts] = []
         self.masks = Masks()
+        self.teacher: npt.NDArray[np.float32] | None = None
+        self.teacher_top: TeacherTop | None = None
 
     def add(self, suffix: Sequence[int], turn: Sampled) -> None:
         """Append the ids that were shown before a turn, and the turn."""
@@ -168,6 +177,8 @@ class SegmentDraft:
             experts=joined(self.experts),
             images=places,
             sampling_mask=_sampling_mask(self.masks),
+            teacher=self.teacher,
+            teacher_top=self.teacher_top,
         )
 
 

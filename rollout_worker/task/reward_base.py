@@ -7,11 +7,12 @@ made before `close` count. Notes are bounded; those beyond a bound are left out 
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from slipstream.protocol.messages import MAX_METRIC
 from slipstream.protocol.rollouts import is_counted
@@ -19,6 +20,9 @@ from slipstream.rollout_worker.user_code import UserCodeError
 from slipstream.rollout_worker.user_code.values import encodable
 
 RESULTS = "agent_results"
+
+# The answer that rewards are tried with before a run.
+TRIED_ANSWER = "6"
 
 OWN_REWARD = "agent"
 
@@ -90,6 +94,13 @@ class RewardBatch:
     own: Sequence[Mapping[str, float | None]] = ()
     inputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
+    @classmethod
+    def made_up(cls, row: Mapping[str, Any], size: int) -> Self:
+        """Return a group of `size` equal answers to `row`, in the form that the run will have."""
+        is_text = isinstance(row["prompt"], str)
+        answer: Any = TRIED_ANSWER if is_text else [{"role": "assistant", "content": TRIED_ANSWER}]
+        return cls(row["prompt"], [copy.deepcopy(answer) for _ in range(size)], [[0]] * size, row)
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that every function gets, without those that it may ask for besides."""
         size = len(self.completions)
@@ -144,6 +155,16 @@ class Reward(Protocol):
 
     def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Raise `ConfigError` if it cannot be computed from the columns of `row` and the inputs `besides`."""
+
+    async def check_score(self, row: Mapping[str, Any], timeout_s: float) -> str | None:
+        """Score made-up answers to `row` before the run.
+
+        Returns:
+            Why these answers got no score, where a policy's may; None if they got one, or took too long.
+
+        Raises:
+            ConfigError: No answer can get a score.
+        """
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Compute the reward of each rollout. Raises `RewardError`, also after `timeout_s` seconds."""

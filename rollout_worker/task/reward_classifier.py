@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 ROUTE = "/classify"
 
-# Seconds for the test request before a start. The first request of a server may have to compile.
-ASKED_WITHIN_S = 60.0
-
 # Maximum number of requests at once for one group.
 REQUESTS = 16
 
@@ -40,8 +37,8 @@ _MESSAGE_CHARACTERS = 500
 def how_to_serve(classifier: str) -> str:
     """Return the remedy for a classifier that has no server."""
     return (
-        f"serve it with: vllm serve {classifier} --runner pooling --port 8300, and name that in the run file: [task] "
-        f'reward_servers = {{"{classifier}" = "http://127.0.0.1:8300"}}'
+        f"serve it with: slipstream serve {classifier} --runner pooling --port 8300, and name that in the run file: "
+        f'[task] reward_servers = {{"{classifier}" = "http://127.0.0.1:8300"}}'
     )
 
 
@@ -81,20 +78,10 @@ class ClassifierReward:
     def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Accept any row, because a classifier reads only prompt and completion."""
 
-    async def ask(self, messages: bool, timeout_s: float = ASKED_WITHIN_S) -> None:
-        """Test the server with a short request of the form that the run will send.
-
-        Args:
-            messages: True to score a conversation, False to score text.
-            timeout_s: Seconds that the request may take.
-
-        Raises:
-            ConfigError: The server did not return a reward.
-        """
-        prompt: Any = [{"role": "user", "content": "2 by 3?"}] if messages else "2 by 3?"
-        completion: Any = [{"role": "assistant", "content": "6"}] if messages else " 6"
+    async def check_score(self, row: Mapping[str, Any], timeout_s: float) -> None:
+        """Raise `ConfigError` if the server returns no reward."""
         try:
-            await self.values(RewardBatch(prompt, [completion], [[]], {}), timeout_s)
+            await self.values(RewardBatch.made_up(row, 1), timeout_s)
         except RewardError as error:
             raise ConfigError(f'task.reward_servers = {{"{self._classifier}" = "{self._url}"}}: {error}') from None
 
@@ -161,7 +148,9 @@ class ClassifierReward:
 
     def _start(self) -> str:
         port = urlsplit(self._url).port
-        return f"start it with: vllm serve {self._classifier} --runner pooling" + (f" --port {port}" if port else "")
+        return f"start it with: slipstream serve {self._classifier} --runner pooling" + (
+            f" --port {port}" if port else ""
+        )
 
     def _logits(self, answer: bytes) -> list[float]:
         try:

@@ -41,6 +41,9 @@ _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
 DEFAULT_TIMEOUT_S = 120.0
 
+# Kinds of `RewardError` that no other completions would mend.
+NOT_NUMBERS, WRONG_NUMBER = "not numbers", "wrong number"
+
 
 class FunctionReward:
     """A reward function `f(completions, prompts, completion_ids, **columns)`, sync or async. It also gets
@@ -76,6 +79,16 @@ class FunctionReward:
                 f"Task(rewards=...): {self.name} cannot be called with {', '.join(arguments)} ({error}); write it as "
                 f"def {self.name}(completions, **kwargs)"
             ) from None
+
+    async def check_score(self, row: Mapping[str, Any], timeout_s: float) -> str | None:
+        try:
+            await self.values(RewardBatch.made_up(row, 2), timeout_s)
+        except RewardError as error:
+            if error.kind in (NOT_NUMBERS, WRONG_NUMBER):
+                where = f" ({error.where})" if error.where else ""
+                raise ConfigError(f"Task(rewards=...): {error}{where}") from None
+            return None if error.kind == reasons.TIMEOUT else str(error)
+        return None
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Call the function. Raises `RewardError`."""
@@ -140,11 +153,11 @@ def _checked(name: str, function: Callable[..., Any], size: int, values: Any) ->
         rewards = [None if value is None else as_number(value) for value in islice(values, size + 1)]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
-        raise RewardError(name, text, "not numbers", user_code.defined_at(function)) from None
+        raise RewardError(name, text, NOT_NUMBERS, user_code.defined_at(function)) from None
     if len(rewards) != size:
         number = f"{len(rewards)}" if len(rewards) < size else f"more than {size}"
         text = f"{name} returned {number} rewards for {size} completions; return one for each, in their order"
-        raise RewardError(name, text, "wrong number", user_code.defined_at(function))
+        raise RewardError(name, text, WRONG_NUMBER, user_code.defined_at(function))
     if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
         text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"
         raise RewardError(name, text, "not finite", user_code.defined_at(function))
@@ -180,8 +193,7 @@ class RewardFunctions:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         own: Sequence[str] | None = (),
     ) -> None:
-        if rewards or own == ():
-            _check_kinds(rewards)
+        _check_kinds(rewards)
         code = code or user_code.UserCode()
         self._rewards: list[Reward] = [
             ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
@@ -207,6 +219,17 @@ class RewardFunctions:
         besides = [ENVIRONMENTS] if self._has_environments else [RESULTS] if OWN_REWARD in self._own else []
         for reward in self._rewards:
             reward.check_row(row, besides)
+
+    async def check_scores(self, row: Mapping[str, Any], timeout_s: float) -> list[str]:
+        """Have each reward score made-up answers to `row`, side by side, as `Reward.check_score` does.
+
+        Returns: Why answers got no score.
+
+        Raises:
+            ConfigError: A reward can give none.
+        """
+        found = await asyncio.gather(*(reward.check_score(row, timeout_s) for reward in self._rewards))
+        return [text for text in found if text is not None]
 
     async def score(
         self, batch: RewardBatch, notify: Callable[[RewardError], None] = lambda error: None
@@ -241,6 +264,8 @@ class RewardFunctions:
         brought = [name for name in self._own if name != OWN_REWARD or not silent]
         for number, score in enumerate(scores):
             score.components |= {name: batch.own[number].get(name) for name in brought}
+            if not self.weights:
+                score.reward = 0.0  # a teacher alone teaches
             for name, value in score.components.items():
                 if value is not None:
                     score.reward = (score.reward or 0.0) + self.weights[name] * value
@@ -290,7 +315,9 @@ def build_rewards(
     **options: Any,
 ) -> RewardFunctions:
     """Build a task's rewards with the settings of a run file. `options`: others of `RewardFunctions`. Raises
-    `ConfigError`, also for a classifier without a server."""
+    `ConfigError`, also for a classifier without a server, and where nothing teaches."""
+    if not rewards and options.get("own", ()) == () and not config.teacher.is_on:
+        raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function, or set teacher.url")
     return RewardFunctions(
         rewards,
         weights,
@@ -315,8 +342,8 @@ def _wrong_weights(weights: Any, rewards: int, own: Sequence[str] | None) -> str
 
 
 def _check_kinds(rewards: Any) -> None:
-    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
-        raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function")
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence):
+        raise ConfigError(f"Task(rewards={rewards!r}): give a list of reward functions")
     for reward in rewards:
         if any(
             f"{kind.__module__}.{kind.__name__}" == "torch.nn.modules.module.Module" for kind in type(reward).__mro__

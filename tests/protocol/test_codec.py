@@ -30,10 +30,11 @@ from slipstream.protocol.messages import (
     RunPosition,
     SamplingMask,
     Segment,
+    TeacherTop,
     VersionSpan,
 )
 
-CARRIES_ARRAYS = {RoutedExperts, SamplingMask, Segment, Rollout, Group, LeaseReply, Image}
+CARRIES_ARRAYS = {RoutedExperts, SamplingMask, TeacherTop, Segment, Rollout, Group, LeaseReply, Image}
 CONTROL = [
     kind
     for module in (messages, status)
@@ -88,6 +89,8 @@ def segments(draw: st.DrawFn) -> Segment:
         draw(st.none() | experts),
         draw(st.lists(st.builds(ImagePlace, st.integers(0, 9), st.integers(0, 300)), max_size=2)),
         draw(st.none() | st.builds(SamplingMask, arrays(np.int32, 5), arrays(np.uint16, 3))),
+        draw(st.none() | arrays(np.float32, 3)),
+        draw(st.none() | st.builds(TeacherTop, arrays(np.int32, 6), arrays(np.float32, 6), st.just(2))),
     )
 
 

@@ -11,6 +11,7 @@ from slipstream.protocol.config.sections.run import (
     ModelSection,
     RunSection,
     TaskSection,
+    TeacherSection,
     TrackingSection,
 )
 from slipstream.protocol.config.sections.servers import DeploySection, VllmSection, WeightSyncSection
@@ -32,6 +33,7 @@ __all__ = [
     "RunSection",
     "Section",
     "TaskSection",
+    "TeacherSection",
     "TrackingSection",
     "VllmSection",
     "WeightSyncSection",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from slipstream.protocol.addresses import McpServerAddress, checked_url, mcp_server
 from slipstream.protocol.config.sections.base import CountOrZero, InFile, Seconds, Section, setting
@@ -172,6 +172,54 @@ class TaskSection(Section):
     @property
     def object_name(self) -> str:
         return self.path.rsplit(":", 1)[1]
+
+
+class TeacherSection(Section):
+    url: str | None = setting(
+        None,
+        description="vLLM server of a model with the same vocabulary, whose log-probs of the sampled tokens teach the "
+        "policy; with it, a task may have no rewards",
+        why="rewards alone teach",
+    )
+    coef: float = setting(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="weight of the teacher's advantage, log teacher - log policy, next to that of the rewards",
+        why="a nat counts as much as a reward's standard deviation",
+    )
+    top_k: int = setting(
+        0,
+        ge=0,
+        le=128,
+        description="likeliest ids of the teacher that each token learns from, by forward KL; 0: the sampled id alone, "
+        "by reverse KL",
+        why="the cheapest; a server needs --max-logprobs above 20",
+    )
+    prompt: str | None = setting(
+        None,
+        min_length=1,
+        description="system message that only the teacher sees; {name} stands for a column of the row",
+        why="the teacher sees what the policy sees",
+    )
+    timeout_s: Seconds = setting(120.0, description="seconds for one request to the teacher", why="it may be busy")
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.url is None and (
+            given := [name for name, value in self if value != type(self).model_fields[name].default]
+        ):
+            raise ValueError(f"teacher.{given[0]} without a teacher: set teacher.url, or leave it out")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.url is not None
 
 
 class ChatSection(Section):

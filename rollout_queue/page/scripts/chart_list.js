@@ -219,6 +219,7 @@
       lines: [
         step("kl", "to the sampling policy"),
         step("kl_reference", "to the reference"),
+        step("teacher/kl", "to the teacher"),
         every(/^sampler\/kl_staleness_(\d+)$/, "at staleness $1"),
       ],
     },

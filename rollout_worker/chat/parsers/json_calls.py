@@ -9,7 +9,7 @@
 - Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`. The part before the
   object is the call's id.
 - Llama 3.1, 3.2 and 3.3: `{"name": ..., "parameters": ...}` with nothing around it. An object with other keys, or
-  without parameters, is an answer in JSON, not a call.
+  without an object of parameters, is an answer in JSON, not a call.
 - Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`. Since its eleventh tokenizer it writes
   `[TOOL_CALLS]name[ARGS]{...}`, with a tag for each call. An id is nine letters and digits.
 - Nemotron before Nemotron 3: `<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`. Nemotron 3 writes qwen3_xml.
@@ -174,7 +174,8 @@ def _is_call(value: dict[str, Any]) -> bool:
     """Return whether an object with nothing around it is a call: an answer in JSON may have a name too."""
     if "name" not in value or not set(value) <= _KEYS or value.get("type", "function") != "function":
         return False
-    return "parameters" in value or "arguments" in value
+    given = value.get("parameters", value.get("arguments", ""))
+    return given is None or isinstance(given, dict) or (isinstance(given, str) and given.lstrip().startswith("{"))
 
 
 LLAMA3_JSON = _Llama3Json()

@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -179,7 +179,7 @@ def test_a_reward_server_scores_once_before_the_start(run_file: Path, prompt: ob
 
 def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Path) -> None:
     port = free_port()
-    says = rf"task.reward_servers = .*127.0.0.1:{port}.*: vllm serve {CLASSIFIER} --runner pooling --port {port}"
+    says = rf"task.reward_servers = .*127.0.0.1:{port}.*: slipstream serve {CLASSIFIER} --runner pooling --port {port}"
     with pytest.raises(ConfigError, match=says):
         judged(run_file, f"http://127.0.0.1:{port}")
 
@@ -189,7 +189,7 @@ def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Pa
     [
         (
             {"generates": True},
-            "answers 404.*it is not a pooling server, or .*; start it with: vllm serve org/reward-model",
+            "answers 404.*it is not a pooling server, or .*; start it with: slipstream serve org/reward-model",
         ),
         ({"model": "org/another"}, "answers 404.*knows the model by another name .*/v1/models.*; start it with"),
         ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 scores for a completion.*one label \(num_labels = 1\)"),
@@ -203,6 +203,38 @@ def test_a_reward_server_of_another_kind_is_told_before_the_start(
         setattr(server, name, value)
     with serving(server) as url, pytest.raises(ConfigError, match=f"task.reward_servers = .*{url}.*{says}"):
         judged(run_file, url)
+
+
+def too_few(completions: list[object], **_: object) -> list[float]:
+    return [1.0]
+
+
+def one_number(completions: list[object], **_: object) -> float:
+    return 1.0
+
+
+async def texts(completions: list[object], **_: object) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def fails_on_numbers(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
+    return [float(completion[0]["content"].index("answer:")) for completion in completions]
+
+
+@pytest.mark.parametrize("prompt", [SHORT, "2 by 3"])
+@pytest.mark.parametrize("wrong", [too_few, one_number, texts])
+def test_a_reward_that_can_give_no_score_is_refused_before_the_start(
+    run_file: Path, wrong: Callable[..., object], prompt: object
+) -> None:
+    task = Task(dataset=[{"prompt": prompt}], rewards=[reward, wrong])
+    with pytest.raises(ConfigError, match=rf"{wrong.__name__} returned .*test_task_check.py:\d+"):
+        check(run_file, task)
+
+
+def test_a_reward_that_fails_for_an_answer_is_told_before_the_start(run_file: Path) -> None:
+    (line,) = check(run_file, Task(dataset=[{"prompt": SHORT}], rewards=[reward, fails_on_numbers]))
+    assert "ValueError" in line
+    assert "fails_on_numbers" in line
 
 
 class Room:

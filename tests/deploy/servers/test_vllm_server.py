@@ -8,7 +8,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
+from slipstream.deploy.cli import app
 from slipstream.deploy.servers import vllm_server
 from slipstream.protocol import codec
 from slipstream.protocol.config import ConfigError, RunConfig, load
@@ -215,3 +217,17 @@ def test_i8_the_token_is_asked_for_before_adapters_are_looked_at(
         "slipstream.weight_sync.vllm.guard.RequireToken"
     )
     assert outward[0] == "slipstream.weight_sync.vllm.middleware.Slipstream"
+
+
+def test_a_plain_server_takes_vllm_s_own_flags_after_what_the_cpu_build_needs(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(vllm_server.os, "execve", lambda path, line, env: started.append(line))
+    runner = CliRunner()
+    given = ["--runner", "pooling", "--port", "8300"]
+    assert runner.invoke(app, ["serve", "org/reward-model", *given]).exit_code == 0
+    (line,) = started
+    assert line[line.index("--model") + 1] == "org/reward-model"
+    assert line[-4:] == given
+    assert ("--enforce-eager" in line, "--kv-cache-memory-bytes" in line) == (cpu, cpu)

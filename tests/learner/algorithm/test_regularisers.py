@@ -297,3 +297,54 @@ def test_one_wild_token_does_not_make_the_gradient_through_the_kl(log_ratio: flo
     KlInLoss(section)(row.but(reference=torch.tensor([-2.0]))).losses.sum().backward()
     assert row.logprobs.grad is not None
     assert abs(row.logprobs.grad.item()) <= 0.04 * section.delta * 120
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.25])
+def test_a_teacher_alone_has_the_gradient_of_the_reverse_kl(coef: float) -> None:
+    """Over all tokens that the sampler may draw, weighted as it draws them: that of KL(policy || teacher) in float64,
+    also where the policy has moved since."""
+    random = torch.Generator().manual_seed(1)
+    behaviour, teacher, start = (torch.randn(30, generator=random, dtype=torch.float64) for _ in range(3))
+    behaviour, teacher, logits = behaviour.log_softmax(0), teacher.log_softmax(0), start.requires_grad_()
+
+    policy = logits.log_softmax(0)
+    exact_kl = (policy.exp() * (policy - teacher)).sum()
+    (exact,) = torch.autograd.grad(exact_kl, logits)
+    policy = logits.log_softmax(0)
+    section = LearnerSection(objective="importance", correction="none")
+    drawn = tokens(np.ones(30), np.zeros(30), behaviour.exp().numpy(), behaviour=behaviour, teacher=teacher)
+    drawn = drawn.but(logprobs=policy, weights=behaviour.exp(), proximal=policy.detach(), advantages=torch.zeros(30))
+    result = Algorithm(section, 64, teacher_coef=coef)(drawn)
+    (gradient,) = torch.autograd.grad(result.losses.sum(), logits)
+    assert torch.allclose(gradient, coef * exact, atol=1e-12)
+
+
+def test_the_teacher_s_kl_is_told_per_token() -> None:
+    given = some_tokens(2, teacher=torch.full((40,), -3.0))
+    algorithm = Algorithm(LearnerSection(), 64)
+    sums = {name: float(value) for name, value in algorithm(given).sums.items()}
+    weighted = given.weights > 0
+    expected = float((given.logprobs.detach() + 3.0)[weighted].mean())
+    assert algorithm.metrics(sums)["teacher/kl"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_teacher_s_likeliest_ids_teach_by_forward_kl() -> None:
+    """Its gradient in float64, for each token by its weight; the objective has no part in it."""
+    random = torch.Generator().manual_seed(3)
+    teacher = torch.randn(5, 8, generator=random, dtype=torch.float64).log_softmax(1)
+    logits = torch.randn(5, 8, generator=random, dtype=torch.float64).requires_grad_()
+    weights = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
+    top = teacher.topk(3, dim=1)
+    policy = logits.log_softmax(1)
+    wanted = (weights[:, None] * top.values.exp() * (top.values - policy.gather(1, top.indices))).sum()
+    (exact,) = torch.autograd.grad(0.5 * wanted, logits, retain_graph=True)
+
+    given = tokens(np.ones(5), np.zeros(5), weights.numpy(), teacher=torch.zeros(5), teacher_top=top.values)
+    given = given.but(weights=weights, advantages=torch.zeros(5), others=policy.gather(1, top.indices))
+    algorithm = Algorithm(LearnerSection(), 64, teacher_coef=0.5)
+    result = algorithm(given)
+    (gradient,) = torch.autograd.grad(result.losses.sum(), logits)
+    assert torch.allclose(gradient, exact, atol=1e-12)
+    told = (top.values.exp() * (top.values - policy.gather(1, top.indices))).sum(1)[weights > 0].mean()
+    sums = {name: float(value) for name, value in result.sums.items()}
+    assert algorithm.metrics(sums)["teacher/kl"] == pytest.approx(float(told.detach()))

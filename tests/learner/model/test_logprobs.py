@@ -176,3 +176,24 @@ def test_stays_within_its_bytes(autocast: bool, softcap: float | None) -> None:
         ours(given, MIB, softcap, autocast=autocast)
     beside = 4 * sum(leaf.nbytes for leaf in given.leaves) + 20 * 4 * 512  # gradients, casts, figures of tokens
     assert MIB / 2 < live.peak <= MIB + beside  # all logits are 8 MiB
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 8 * VOCABULARY * 10, MIB])
+def test_other_ids_in_the_place_of_each_token_are_scored_with_it(logits_bytes: int) -> None:
+    given, exact = case(with_bias=True), case(with_bias=True).to(torch.float64)
+    random = torch.Generator().manual_seed(2)
+    others = torch.randint(VOCABULARY, (TOKENS, 4), generator=random)
+    others[:, 0] = given.targets  # the token may be among them
+    share = torch.rand(TOKENS, 5, generator=random, dtype=torch.float64)
+    full = (torch.nn.functional.linear(exact.hidden, exact.weight, exact.bias) / 0.7).log_softmax(-1)
+    wanted = full.gather(1, torch.cat([given.targets[:, None], others], 1))
+    expected = torch.autograd.grad((wanted * share).sum(), exact.leaves)
+    scores = token_scores(
+        LmHead(given.weight, given.bias, None, 0.7, logits_bytes), given.hidden, given.targets, others=others
+    )
+    assert scores.others is not None
+    assert off(scores.others, wanted[:, 1:]) < 1e-6
+    of_target = (scores.logprobs * share[:, 0]).sum()
+    actual = torch.autograd.grad(of_target + (scores.others * share[:, 1:]).sum(), given.leaves)
+    for gradient, right in zip(actual, expected, strict=True):
+        assert off(gradient, right) < 2e-6

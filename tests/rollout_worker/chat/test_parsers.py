@@ -97,6 +97,8 @@ NO_CALL += [
     'It is {"name": "Bob", "id": "b1"}.',
     '{"type": "function", "name": "sin"}',
     '{"type": "city", "name": "Rome", "parameters": {}}',
+    '{"name": "Ada", "parameters": "none"}',
+    '{"name": "router", "arguments": ["-v", 2]}',
 ]
 # What breaks a notation that looks for the next tag only.
 VALUES = [

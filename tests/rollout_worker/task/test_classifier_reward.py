@@ -159,7 +159,7 @@ async def test_i9_a_sampled_surrogate_or_a_message_of_another_kind_does_not_end_
 
 def test_a_classifier_without_a_server_is_refused_with_the_setting():
     task = Task(dataset=[{"prompt": PROMPT, "answer": 6}], rewards=[MODEL, accuracy])
-    says = r"no server is named for it; serve it with: vllm serve org/reward-model.*\[task\] reward_servers = "
+    says = r"no server is named for it; serve it with: slipstream serve org/reward-model.*\[task\] reward_servers = "
     with pytest.raises(ConfigError, match=says):
         build_rewards(config(), task.rewards, task.reward_weights)
     with_server = config(task={"reward_servers": {MODEL: "http://judge:8300/"}})
@@ -168,5 +168,5 @@ def test_a_classifier_without_a_server_is_refused_with_the_setting():
 
 def test_a_model_as_an_object_is_refused_with_the_remedy():
     torch = pytest.importorskip("torch")
-    with pytest.raises(ConfigError, match=r"Linear is a model.*vllm serve NAME --runner pooling.*reward_servers"):
+    with pytest.raises(ConfigError, match=r"Linear is a model.*slipstream serve NAME --runner pooling.*reward_servers"):
         Task(dataset=[{"prompt": "2 by 3"}], rewards=[torch.nn.Linear(1, 1)])

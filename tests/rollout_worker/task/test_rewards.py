@@ -138,7 +138,6 @@ async def test_rewards_run_side_by_side():
 @pytest.mark.parametrize(
     ("functions", "weights", "message"),
     [
-        ([], None, "at least one reward"),
         (exact, None, "give a list"),
         ("exact", None, "give a list"),
         ([3], None, "3 is neither a function nor the name of a classifier"),

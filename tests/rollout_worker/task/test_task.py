@@ -61,7 +61,6 @@ def test_any_sequence_of_mappings_is_a_data_set():
         ({"dataset": [{"prompt": 3}], "tools": []}, "first prompt is a int"),
         ({"dataset": [{"prompt": "Multiply."}]}, "tools need a conversation"),
         ({"environment_factory": dict}, r"Task\(environment=\.\.\.\): dict has no method reset"),
-        ({"rewards": []}, "at least one reward"),
         ({"tools": [lambda a: a]}, "cannot be described"),
     ],
 )
@@ -84,7 +83,6 @@ def test_a_task_is_loaded_from_its_file(tmp_path):
         ("import no_such_module", "task", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("def task(:", "task", "cannot be imported: SyntaxError"),
         ("raise SystemExit(1)", "task", "cannot be imported: SystemExit"),
-        (GOOD.replace("rewards=[good]", "rewards=[]"), "task", "at least one reward"),
         (
             GOOD.replace('"hello"}]', '[{"role": "user", "content": "x"}]}], tools=[untyped]'),
             "task",

@@ -1,0 +1,364 @@
+"""Asks the teacher for its log-probs of the tokens that the policy sampled.
+
+The teacher is any vLLM server of a model with the same vocabulary. It gets the ids of an episode and scores them
+(`prompt_logprobs`), at temperature 1. With `teacher.prompt` it sees another system message before the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.protocol.config import ConfigError
+from slipstream.protocol.config.sections import TeacherSection
+from slipstream.protocol.messages import TeacherTop
+from slipstream.rollout_worker.chat.base import OPENING, ChatFormat, PromptError
+from slipstream.rollout_worker.chat.parsers.base import Message
+from slipstream.rollout_worker.episodes.episode import Episode
+
+# Requests at once of one worker, and sequences in each.
+MAX_REQUESTS = 8
+MAX_SEQUENCES = 8
+
+# Bytes of the server's own words that are shown.
+_MAX_SHOWN = 300
+
+# Ids, spread over the vocabulary, that policy and teacher must write alike.
+_COMPARED = 512
+
+# Statuses that a server may give up by itself.
+_PASSING = frozenset({408, 425, 429})
+
+_CHECKED_WITHIN_S = 60.0
+
+
+_T = TypeVar("_T")
+_Floats = npt.NDArray[np.float32]
+
+
+class TeacherError(Exception):
+    """The teacher's answer cannot be used, and would not change. The text names the server and the remedy."""
+
+
+class _Passing(Exception):
+    """The teacher does not answer now. The text says how."""
+
+
+class _Entry(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The teacher's view of T tokens.
+
+    Attributes:
+        logprobs: float32 [T], of each token after those before it; NaN for the first.
+        ids: int32 [T, k], its likeliest ids in each place, and `top`: float32 [T, k], their log-probs.
+    """
+
+    logprobs: _Floats
+    ids: npt.NDArray[np.int32]
+    top: _Floats
+
+
+class Teacher:
+    """A teacher's server.
+
+    Args:
+        notify: Told once why no log-probs come, while they do not.
+        pause_s: Seconds before the next attempt, by the number of attempts.
+    """
+
+    def __init__(
+        self,
+        section: TeacherSection,
+        notify: Callable[[str], None],
+        pause_s: Callable[[int], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        if section.url is None:
+            raise ValueError("there is no teacher: set teacher.url")
+        self._url = section.url.rstrip("/")
+        self._top_k = section.top_k
+        self._sequences = max(1, MAX_SEQUENCES // (1 + section.top_k))
+        self._prompt, self._timeout_s = section.prompt, section.timeout_s
+        self._notify, self._pause_s, self._sleep = notify, pause_s, sleep
+        self._free = asyncio.Semaphore(MAX_REQUESTS)
+        self._model: str | None = None
+
+    async def teach(self, episodes: Sequence[Episode], columns: Mapping[str, Any]) -> None:
+        """Put the teacher's log-probs into the segments of a group. Waits as long as the server does not answer.
+
+        Args:
+            columns: The row's, which `teacher.prompt` may name.
+
+        Raises:
+            TeacherError: The server refuses, or its answer is none.
+            PromptError: `teacher.prompt` cannot be shown.
+        """
+        drafts = [(episode, draft) for episode in episodes for draft in episode.drafts]
+        if any(draft.images for _, draft in drafts):
+            raise TeacherError("teacher.url: a teacher scores token ids, and this episode has images; leave it out")
+        heads: dict[int, tuple[list[int], list[int]]] = {}
+        asked: list[list[int]] = []
+        moved: list[int] = []
+        for episode, draft in drafts:
+            if id(episode.prompt) not in heads:
+                heads[id(episode.prompt)] = await self._heads(episode, columns)
+            shown, own = heads[id(episode.prompt)]
+            if draft.ids[: len(shown)] != shown:
+                raise PromptError("the episode does not begin with its prompt, so teacher.prompt has no place in it")
+            asked.append([*own, *draft.ids[len(shown) :]])
+            moved.append(len(own) - len(shown))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answers = [
+                    tasks.create_task(self._scored(asked[start : start + self._sequences]))
+                    for start in range(0, len(asked), self._sequences)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        scored = [each for answer in answers for each in answer.result()]
+        for (_, draft), found, by in zip(drafts, scored, moved, strict=True):
+            places = np.flatnonzero(draft.mask) + by
+            teacher, top = found.logprobs[places], found.top[places].ravel()
+            for value in (*teacher, *top):
+                if not -math.inf < value <= 0:
+                    raise TeacherError(f"teacher.url = {self._url}: a log-prob is {value}; is it a vLLM server?")
+            draft.teacher = teacher
+            if self._top_k:
+                draft.teacher_top = TeacherTop(found.ids[places].ravel(), top, self._top_k)
+
+    async def _heads(self, episode: Episode, columns: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the ids with which the episode begins and which the teacher does not see, and those that it sees in
+        their place."""
+        if self._prompt is None:
+            return [], []
+        if episode.chat is None:
+            raise PromptError(
+                "teacher.prompt needs an episode that begins with its row's prompt, and an agent writes its own"
+            )
+        return await heads(episode.chat, episode.prompt, filled(self._prompt, columns))
+
+    async def _scored(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score some sequences, however long it takes."""
+        attempt = 0
+        while True:
+            try:
+                async with self._free:
+                    return await self._ask(sequences)
+            except _Passing as error:
+                self._notify(str(error))
+            await self._sleep(self._pause_s(attempt))
+            attempt += 1
+
+    async def _ask(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
+        if self._model is None:
+            self._model = (await self._models())[0].id
+        body = {
+            "model": self._model,
+            "prompt": [list(ids) for ids in sequences],
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": self._top_k,
+            "add_special_tokens": False,
+        }
+        reply = await self._post("/v1/completions", body, _Reply)
+        choices = sorted(reply.choices, key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(len(sequences))):
+            raise TeacherError(
+                f"teacher.url = {self._url}: {len(choices)} answers for {len(sequences)} sequences; is it vLLM?"
+            )
+        return await asyncio.to_thread(lambda: [*map(self._read, sequences, choices)])
+
+    def _read(self, ids: Sequence[int], choice: _Choice) -> Scored:
+        given = choice.prompt_logprobs
+        if given is None or len(given) != len(ids):
+            count = "no log-probs" if given is None else f"{len(given)} log-probs"
+            raise TeacherError(
+                f"teacher.url = {self._url}: {count} for {len(ids)} tokens; it must be a vLLM server that takes "
+                f"prompt_logprobs"
+            )
+        shape = len(ids), self._top_k
+        found = Scored(
+            np.full(len(ids), np.nan, np.float32), np.zeros(shape, np.int32), np.full(shape, np.nan, np.float32)
+        )
+        for place, (token, entries) in enumerate(zip(ids, given, strict=True)):
+            if entries is None:
+                continue
+            if (entry := entries.get(str(token))) is not None:
+                found.logprobs[place] = entry.logprob
+            for other, entry in entries.items():
+                if entry.rank is not None and 1 <= entry.rank <= self._top_k:
+                    found.ids[place, entry.rank - 1] = int(other)
+                    found.top[place, entry.rank - 1] = entry.logprob
+        return found
+
+    async def _models(self) -> list[_Model]:
+        models = (await self._get("/v1/models", _Models)).data
+        if not models:
+            raise TeacherError(f"teacher.url = {self._url}: it serves no model; look at its log")
+        return models
+
+    async def check(self, tokenizer: Any, context: int) -> str | None:
+        """Try the teacher before a run.
+
+        Args:
+            tokenizer: The policy's.
+            context: Maximum tokens of an episode.
+
+        Returns: A warning, where its context is too short for the longest episodes.
+
+        Raises:
+            ConfigError: It does not answer, or has another vocabulary.
+        """
+        try:
+            async with asyncio.timeout(_CHECKED_WITHIN_S):
+                model = (await self._models())[0]
+                self._model = model.id
+                await self._check_vocabulary(tokenizer)
+                (scored,) = await self._ask([_spread(tokenizer)[:8]])
+        except TimeoutError:
+            raise ConfigError(
+                f"teacher.url = {self._url}: no answer within {_CHECKED_WITHIN_S:g} s; look at the server's log"
+            ) from None
+        except _Passing as error:
+            raise ConfigError(f"{error}; start it with: slipstream serve MODEL --port PORT") from None
+        except TeacherError as error:
+            raise ConfigError(str(error)) from None
+        if not np.isfinite(scored.logprobs[1:]).all() or not np.isfinite(scored.top[1:]).all():
+            raise ConfigError(f"teacher.url = {self._url}: it gives no log-probs of a prompt's tokens; is it vLLM?")
+        if model.max_model_len is not None and model.max_model_len <= context:
+            return (
+                f"teacher.url = {self._url}: its context is {model.max_model_len} tokens, and an episode may have "
+                f"{context}, which it needs and one more; start it with --max-model-len {context + 1}"
+            )
+        return None
+
+    async def _check_vocabulary(self, tokenizer: Any) -> None:
+        ids = _spread(tokenizer)
+        theirs = (await self._post("/detokenize", {"model": self._model, "tokens": ids}, _Text)).prompt
+        ours = str(tokenizer.decode(ids))
+        if ours != theirs:
+            place = next(
+                (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
+            raise TeacherError(
+                f"teacher.url = {self._url}: {self._model} has another vocabulary than the policy: the ids of "
+                f"{ours[place : place + 20]!r} are {theirs[place : place + 20]!r} there; take a teacher with the "
+                f"policy's tokenizer"
+            )
+
+    async def _get(self, route: str, kind: type[_T]) -> _T:
+        return await self._request("GET", route, None, kind)
+
+    async def _post(self, route: str, body: Mapping[str, Any], kind: type[_T]) -> _T:
+        return await self._request("POST", route, msgspec.json.encode(body), kind)
+
+    async def _request(self, method: str, route: str, body: bytes | None, kind: type[_T]) -> _T:
+        """Raises `_Passing` where the server may answer later, and `TeacherError` where it will not."""
+        import aiohttp  # a child process that runs a tool need not wait for it
+
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+                session.request(method, self._url + route, data=body, headers=headers) as response,
+            ):
+                answer, status = await response.read(), response.status
+        except TimeoutError:
+            raise _Passing(f"teacher.url = {self._url}: no answer within {self._timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Passing(f"teacher.url = {self._url}: {type(error).__name__}: {error}") from None
+        if status != 200:
+            words = answer[:_MAX_SHOWN].decode("utf-8", "replace")
+            text = f"teacher.url = {self._url}: {route} answers {status}: {words}"
+            raise _Passing(text) if status >= 500 or status in _PASSING else TeacherError(text)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise TeacherError(f"teacher.url = {self._url}: {route} is not answered as by vLLM: {error}") from None
+
+
+def filled(prompt: str, columns: Mapping[str, Any]) -> str:
+    """Put a row's columns into `teacher.prompt`. Raises `PromptError` for a column that the row does not have."""
+    try:
+        return prompt.format_map(columns)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        raise PromptError(
+            f"it cannot be filled from the row's columns {', '.join(columns)}: "
+            f"{type(error).__name__}: {error}; write a brace that is none as {{{{ or }}}}"
+        ) from None
+
+
+async def heads(chat: ChatFormat, prompt: str | Sequence[Message], told: str) -> tuple[list[int], list[int]]:
+    """Return the ids before which a conversation is the same for policy and teacher.
+
+    Args:
+        chat: The format that shows the prompt.
+        told: What the teacher's system message says, after any that is there.
+
+    Returns:
+        The first ids of the prompt, and those that the teacher sees in their place.
+
+    Raises:
+        PromptError: The prompt is text, or the format does not show the message.
+    """
+    if isinstance(prompt, str):
+        raise PromptError("teacher.prompt is a system message, and the prompts are text: make them lists of messages")
+    shown = chat.shown(prompt)
+    first = shown[0] if not isinstance(shown, str) and shown[0].get("role") in OPENING else None
+    if first is None:
+        taught = [{"role": "system", "content": told}, *shown]
+    elif isinstance(first["content"], str):
+        taught = [{**first, "content": f"{first['content']}\n\n{told}"}, *shown[1:]]
+    else:
+        raise PromptError("teacher.prompt cannot be added to a system message that is no text")
+    policys, teachers = await chat.prompt_ids(prompt), await chat.prompt_ids(taught)
+    same = 0
+    for a, b in zip(reversed(policys), reversed(teachers), strict=False):
+        if a != b:
+            break
+        same += 1
+    own = teachers[: len(teachers) - same]
+    if not own:
+        raise PromptError("the chat format shows nothing of teacher.prompt")
+    return policys[: len(policys) - same], own
+
+
+def _spread(tokenizer: Any) -> list[int]:
+    """Return ids spread over a vocabulary, its special ones among them."""
+    size = len(tokenizer)
+    return sorted({*range(0, size, max(1, size // _COMPARED)), size - 1, *tokenizer.all_special_ids})

@@ -354,8 +354,14 @@ def build_rewards(
 ) -> RewardFunctions:
     """Build a task's rewards with the settings of a run file. `options`: others of `RewardFunctions`. Raises
     `ConfigError`, also for a classifier without a server, and where nothing teaches."""
-    if not rewards and options.get("own", ()) == () and not config.teacher.is_on:
+    has_none = not rewards and options.get("own", ()) == ()
+    if has_none and not config.teacher.is_on:
         raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function, or set teacher.url")
+    if has_none and config.task.order == "learnable":
+        raise ConfigError(
+            f'task.order = "learnable" with Task(rewards={rewards!r}): rows are chosen by how their rewards differ, '
+            f"and a teacher alone gives none; give a reward function, or leave task.order out"
+        )
     return RewardFunctions(
         rewards,
         weights,

@@ -15,7 +15,17 @@ from slipstream.protocol import reasons
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.messages import MAX_METRIC, Fingerprint
 from slipstream.protocol.status import RowsStatus
-from slipstream.rollout_queue.ledger.records import Decision, Refusal, RowOutcome, RowRecord, RunState
+from slipstream.rollout_queue.ledger import tickets
+from slipstream.rollout_queue.ledger.ledger import Ledger
+from slipstream.rollout_queue.ledger.records import (
+    Decision,
+    Refusal,
+    RowOutcome,
+    RowRecord,
+    RunState,
+    StoreContents,
+    TicketRecord,
+)
 from slipstream.rollout_queue.ledger.row_estimates import MAX_ROWS, PASS_EVERY, RECENT_GROUPS, RowEstimates
 from tests.kit import config, group
 from tests.kit.messages import group_of_roles
@@ -154,6 +164,25 @@ def test_an_index_keeps_its_row_unless_the_data_set_has_shrunk() -> None:
     of.apply(Decision(run=RunState(data=data(10))))
     assert of.get(9).tried == 1
     assert 9 in {of.row_of(index) for index in range(50)}
+
+
+def test_i1_a_row_that_is_issued_again_is_the_same_one_whatever_was_learnt_meanwhile() -> None:
+    ledger = Ledger(learnable(), StoreContents(run=RunState(data=data(1000))), 0.0)
+
+    def apply(decision: Decision) -> tuple[TicketRecord, ...]:
+        ledger.apply(decision, 0.0)
+        return decision.tickets
+
+    issued = apply(tickets.issue(ledger, "w", 20))
+    assert ledger.rows is not None
+    for row in range(1000):
+        apply(Decision(rows=(ledger.rows.after(row, RowOutcome(0.5, float(row == 7))),)))
+    for record in issued:
+        apply(tickets.fail(ledger, record, "failed:judge", retryable=True))
+    again = apply(tickets.issue(ledger, "w", 21))
+    assert [record.attempt for record in again] == [1] * 20 + [0]
+    assert [record.row for record in again[:20]] == [record.row for record in issued]
+    assert [tickets.message(ledger, record).row for record in again] == [record.row for record in again]
 
 
 def test_no_row_is_chosen_before_the_data_set_is_known() -> None:

@@ -12,6 +12,7 @@ from slipstream.protocol.config import ConfigError, TaskSection
 from slipstream.protocol.mix import MIX_CYCLE, Mix
 from slipstream.rollout_worker.data.order import RowOrder, check_order, order_of
 from slipstream.rollout_worker.data.rows import Stream, Table
+from slipstream.rollout_worker.task.rewards import build_rewards
 from tests.kit import WORKER, config
 from tests.kit.worker import fake, roll, row, task
 
@@ -97,6 +98,13 @@ def test_an_order_that_the_rows_do_not_allow_is_refused(
 def test_without_a_data_set_there_are_no_rows_to_choose(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="the task has no data set"):
         check_order(Table([{}]), section(**settings), has_no_data=True)
+
+
+def test_rows_cannot_be_chosen_by_a_teacher_alone() -> None:
+    teacher = {"url": "http://127.0.0.1:1", "coef": 1.0}
+    build_rewards(config(teacher=teacher), [], None)
+    with pytest.raises(ConfigError, match=r"a teacher alone gives none"):
+        build_rewards(config(teacher=teacher, task={"order": "learnable"}), [], None)
 
 
 def test_the_column_of_the_parts_is_read_once() -> None:

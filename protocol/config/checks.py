@@ -169,7 +169,9 @@ def _check_credit(learner: LearnerSection) -> None:
         refused["kl_in_reward"] = "it changes the rewards of rollouts; leave it out, and the KL is in the loss"
     for name, why in refused.items():
         value = toml_value(getattr(learner, name))
-        raise ValueError(f"learner.{name} = {value} cannot go with learner.credit = {learner.credit}: {why}")
+        raise ValueError(
+            f"learner.{name} = {value} cannot go with learner.credit = {toml_value(learner.credit)}: {why}"
+        )
 
 
 def check_demonstrations(learner: LearnerSection, demonstrations: DemonstrationsSection) -> None:

@@ -247,7 +247,7 @@ def test_taking_rollouts_takes_their_turns(groups: list[list[Turns]], data: st.D
 )
 def test_what_is_of_whole_rollouts_is_refused(name: str, setting: str, value: Any) -> None:
     kl = {"kl_coef": 0.1} if setting == "kl_in_reward" else {}
-    with pytest.raises(ValueError, match=rf"learner\.{setting} = .* cannot go with learner\.credit = {name}"):
+    with pytest.raises(ValueError, match=rf"learner\.{setting} = .* cannot go with learner\.credit = \"{name}\""):
         config(LEARNER, learner={"credit": name, setting: value, **kl})
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.learner.algorithm.step_data import StepRollouts
+from slipstream.learner.algorithm.step_data import StepRollouts, StepTurns
 from slipstream.learner.feed.demonstrations import rows_of
 from slipstream.learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
 from slipstream.learner.run import build_trainer
@@ -93,6 +93,11 @@ def surveyed(folder: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
+def credited(folder: Path) -> Iterator[Pair]:
+    yield from pair(run_file(folder, 2, credit="gigpo", objective="gspo", normaliser="sequences"))
+
+
+@pytest.fixture(scope="module")
 def sharded(folder: Path) -> Iterator[Pair]:
     yield from pair(run_file(folder, 2, tied=True, shard_weights=True, **SURVEYED))
 
@@ -141,9 +146,28 @@ steps = given(
 few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-def compare(pair: Pair, lengths: list[int], per_rollout: int, budget: int, branches: bool, evenly: bool, seed: int):
+def in_turns(samples: list[Sample], rollouts: StepRollouts) -> tuple[list[Sample], StepRollouts]:
+    """Divide each rollout into two turns, in the middle of each sequence, with random rewards at them."""
+    rewards = np.random.default_rng(len(rollouts)).normal(size=(len(rollouts), 2))
+    turns = StepTurns(np.full(len(rollouts), 2), rewards.ravel(), np.arange(rewards.size) % 3)
+    divided = [replace(of, turns=2 * of.rollout + (2 * np.arange(len(of)) >= len(of))) for of in samples]
+    return divided, replace(rollouts, rewards=rewards.sum(1), turns=turns)
+
+
+def compare(
+    pair: Pair,
+    lengths: list[int],
+    per_rollout: int,
+    budget: int,
+    branches: bool,
+    evenly: bool,
+    seed: int,
+    by_turn: bool = False,
+) -> None:
     samples = samples_of(lengths, per_rollout, seed)
     rollouts = step_rollouts(samples)
+    if by_turn:
+        samples, rollouts = in_turns(samples, rollouts)
     rows = pack(samples, budget, branches, ranks=2 if evenly else 1)
     metrics, gradient = pair.several.call(step, rows, rollouts)
     expected, right = step(pair.alone, pack(samples, budget, branches), rollouts)
@@ -171,6 +195,12 @@ def test_three_ranks_have_the_gradient_of_one(three: Pair, **given: Any) -> None
 @steps
 def test_two_ranks_know_of_all_rows_what_one_knows(surveyed: Pair, **given: Any) -> None:
     compare(surveyed, **given)
+
+
+@few
+@steps
+def test_two_ranks_know_the_advantage_of_each_turn(credited: Pair, **given: Any) -> None:
+    compare(credited, **given, by_turn=True)
 
 
 @few

@@ -301,6 +301,8 @@ def test_each_command_is_one_line_of_the_help(
         "vllm",
         "up",
         "plan",
+        "sft",
+        "demos",
         "status",
         "rollouts",
         "report",
@@ -319,7 +321,7 @@ def test_i8_the_learner_s_callbacks_see_no_token_and_the_learner_still_has_it(
 ) -> None:
     seen: list[tuple[str | None, str | None]] = []
 
-    def run(config: RunConfig, queue: str | None, resume: bool, take_over: bool) -> None:
+    def run(config: RunConfig, queue: str | None, resume: bool, take_over: bool, demonstrations: list[Any]) -> None:
         seen.append((os.environ.get(access.TOKEN_VARIABLE), config.token_for("learner")))
 
     monkeypatch.setenv(access.TOKEN_VARIABLE, "a-secret-of-the-run")

@@ -42,7 +42,7 @@ import asyncio, os, time
 from urllib.request import urlopen
 from slipstream.protocol.client import QueueClient
 
-def run(config, queue_url, resume, take_over):
+def run(config, queue_url, resume, take_over, demonstrations=()):
     async def everyone():
         async with QueueClient(config.queue.address, config.token) as queue:
             while True:

@@ -23,6 +23,7 @@ from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.renderer_cases import CASES as RENDERERS
 from tests.kit.template_cases import CASES as TEMPLATES
+from tests.kit.template_cases import TEMPLATES as ALL_TEMPLATES
 from tests.kit.worker import chat_format, multiply
 from tests.rollout_worker.episodes.test_episode import ScriptedSampler
 
@@ -85,11 +86,11 @@ def sampled(chat, before, turn, answers):
     return None
 
 
-def episode_of(chat, turns):
+def episode_of(chat, turns, respond=None):
     sampler = ScriptedSampler(*turns)
     runner = EpisodeRunner(sampler, ROOMY, 30.0, Capacity(1, 1, time.monotonic))
     ids = asyncio.run(chat.prompt_ids([SYSTEM, USER]))
-    return asyncio.run(runner.run(EpisodeSetup([SYSTEM, USER], ids, chat, TOOLS), Affinity()))
+    return asyncio.run(runner.run(EpisodeSetup([SYSTEM, USER], ids, chat, TOOLS, respond), Affinity()))
 
 
 def recorded(episode):
@@ -131,6 +132,24 @@ def test_i4_ids_and_masks_are_those_of_an_episode_with_the_same_conversation(cas
         messages += [turn, *answers]
     episode = episode_of(chat, turns)
     assert episode.rollout.turns == 3
+    assert rendered(chat, [SYSTEM, USER, *episode.messages]) == recorded(episode)
+
+
+@pytest.mark.parametrize("stem", ["qwen3", "nemotron_3_nano"])
+def test_i4_where_earlier_reasoning_is_left_out_a_new_segment_begins_as_in_an_episode(stem):
+    """An environment's answer follows a thought. The second segment repeats the conversation, and teaches its turn."""
+    (template,) = [each for each in ALL_TEMPLATES if each.stem == stem]
+    chat = template.format(TOOLS.schemas, variables={"enable_thinking": True})
+    first = {"role": "assistant", "content": "It is 6.", "reasoning_content": "I should multiply."}
+    last = {"role": "assistant", "content": "It is 24.", "reasoning_content": "By 4."}
+    more = {"role": "user", "content": "And by 4?"}
+
+    async def respond(messages):
+        return None if len(messages) > 1 else [more]
+
+    turns = [sampled(chat, [SYSTEM, USER], first, []), sampled(chat, [SYSTEM, USER, first, more], last, [])]
+    episode = episode_of(chat, turns, respond)
+    assert len(episode.drafts) == 2
     assert rendered(chat, [SYSTEM, USER, *episode.messages]) == recorded(episode)
 
 

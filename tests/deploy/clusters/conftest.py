@@ -30,7 +30,7 @@ LEARNER = """
 import asyncio, os, signal, sys, time
 from slipstream.protocol.client import QueueClient
 
-def run(config, queue_url, resume, take_over):
+def run(config, queue_url, resume, take_over, demonstrations=()):
     def stop(number, frame):
         folder = config.run_dir / "checkpoints" / "step-000003"
         folder.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def rows_of(
     ]
     tokens = sum(taught_tokens(conversations))
     rows = pack(samples, token_budget, branches, ranks)
-    return [replace(row, taught=coefficient / tokens) for row in rows]
+    return [replace(row, supervised=coefficient / tokens) for row in rows]
 
 
 def taught_tokens(conversations: Sequence[Demonstration]) -> Iterator[int]:

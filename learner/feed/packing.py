@@ -136,7 +136,7 @@ class PackedRow:
         mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
             could be in every place.
         turn: int64 [N], number of its turn in the step; None where advantages are of whole rollouts.
-        taught: Of a row of demonstrations, the weight of each of its tokens' -log p in the step's loss; None for
+        supervised: Of a row of demonstrations, the weight of each of its tokens' -log p in the step's loss; None for
             rollouts.
     """
 
@@ -163,7 +163,7 @@ class PackedRow:
     mask_pairs: torch.Tensor | None = None
     mask_ids: torch.Tensor | None = None
     turn: torch.Tensor | None = None
-    taught: float | None = None
+    supervised: float | None = None
 
     @property
     def credited(self) -> torch.Tensor:
@@ -461,7 +461,7 @@ def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
     most = -(-len(rows) // ranks)
     hands: list[list[PackedRow]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
-    for row in sorted(rows, key=lambda row: (row.taught is not None, -row.cost)):
+    for row in sorted(rows, key=lambda row: (row.supervised is not None, -row.cost)):
         rank = min((rank for rank in range(ranks) if len(hands[rank]) < most), key=lambda rank: spent[rank])
         hands[rank].append(row)
         spent[rank] += row.cost

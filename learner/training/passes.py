@@ -122,7 +122,7 @@ def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Kno
 
 def in_several_rows(rows: Sequence[PackedRow]) -> bool:
     """Say whether a rollout stands in several rows. For rows on a GPU, the host waits for the answer."""
-    in_rows = [torch.unique(row.rollout) for row in rows if row.taught is None]
+    in_rows = [torch.unique(row.rollout) for row in rows if row.supervised is None]
     if not in_rows:
         return False
     seen = torch.cat(in_rows)
@@ -153,7 +153,7 @@ class Preparation:
         self._algorithm = algorithm
         self._count = len(rollouts)
         surveyed = known[0].logprobs is not None
-        real = [(row, of) for row, of in zip(rows, known, strict=True) if not row.is_padding and row.taught is None]
+        real = [(row, of) for row, of in zip(rows, known, strict=True) if not row.is_padding and row.supervised is None]
         rows, known = [row for row, _ in real], [of for _, of in real]
 
         def drift_of(logprobs: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -236,22 +236,22 @@ class PolicyTrainer(Trainer):
             before is None and replays and self._replay_check > 0 and self.schedule.last_epoch % self._replay_check == 0
         )
         for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
-            shows_replay = measured and number == 1 and row.taught is None
+            shows_replay = measured and number == 1 and row.supervised is None
             if shows_replay:
                 step_sums.add(own, replay_effect.without(self._policy, row))
             with wrapping.synchronising(self._policy, last=number == len(rows)):
-                scores: TokenScores = self._policy(row, None if row.taught is None else 1.0)
+                scores: TokenScores = self._policy(row, None if row.supervised is None else 1.0)
                 logprobs.append(scores.logprobs.detach())
                 if number == len(rows):
                     self._figures.last_pass()
                 if row.is_padding:
                     self.accelerator.backward(0 * scores.logprobs.sum())
                     continue
-                if row.taught is None:
+                if row.supervised is None:
                     result = self.algorithm(preparation.tokens(row, scores, known))
                 else:
                     assert scores.best is not None
-                    result = cross_entropy(scores.logprobs, scores.best, row.taught)
+                    result = cross_entropy(scores.logprobs, scores.best, row.supervised)
                 row_loss = result.losses.sum()
                 if scores.routing is not None:
                     routers = routers or RouterLoss(self._router_coef, [scores.routing])
@@ -260,7 +260,7 @@ class PolicyTrainer(Trainer):
                 # Ranks average their gradients, but the loss is a sum.
                 self.accelerator.backward(row_loss * self.team.count)
             step_sums.add(own, {"loss": row_loss.detach()})
-            if row.taught is not None:
+            if row.supervised is not None:
                 step_sums.add(own, result.sums)
                 continue
             distance = logprobs[-1] - row.behaviour

@@ -91,7 +91,9 @@ def test_rows_weigh_each_taught_token_alike_however_they_are_packed(
     with torch.no_grad():
         scores = [policy(row, 1.0) for row in rows]
     loss = sum(
-        -float(of.logprobs.double().sum()) * row.taught for of, row in zip(scores, rows, strict=True) if row.taught
+        -float(of.logprobs.double().sum()) * row.supervised
+        for of, row in zip(scores, rows, strict=True)
+        if row.supervised
     )
     right: list[float] = []
     hits: list[bool] = []

@@ -133,7 +133,7 @@ def test_a_row_goes_to_another_rank_with_its_images(policy: Policy) -> None:
 
 
 class _Nothing:
-    pass
+    turns = None
 
 
 ARRAYS = {

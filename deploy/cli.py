@@ -135,7 +135,7 @@ app.add_typer(queue.app, name="queue")
 
 @app.command(
     **reading(
-        *("task", "worker", "agent", "rollout", "chat", "images", "eval", *MODEL, "vllm.max_model_len"),
+        *("task", "teacher", "worker", "agent", "rollout", "chat", "images", "eval", *MODEL, "vllm.max_model_len"),
         *("run.seed", "tracking.traces", *QUEUE),
     )
 )

@@ -175,6 +175,7 @@ class _Training:
         config, steps = self._config, self._config.learner.steps
         sources = Sources(config.model, config.chat.template)
         self._trainer.guard(self._stop)
+        self._trainer.before_change(self._stop.hold)
         checkpoints.try_files(config.run_dir, self._trainer, sources)
         kept = -1 if self._newest is None else self._step  # lines of a start that wrote no checkpoint go
         journal = Journal(config.run_dir / METRICS, SupervisedRecord, kept, self._progress.warn)
@@ -192,7 +193,12 @@ class _Training:
                 due = is_due(config.learner, self._step, now - self._saved_at, now - began)
                 if due or self._step == steps:
                     self._save(sources)
-        except Stopped:
+        except Stopped as stopped:
+            if not stopped.halfway and self._step > (0 if self._newest is None else self._newest.info.step):
+                try:
+                    self._write(sources)
+                except checkpoints.CheckpointError as error:
+                    self._progress.warn(str(error))
             newest = self._newest
             how = f"begin again with: {start.command()}"
             if newest is not None:
@@ -219,9 +225,10 @@ class _Training:
             grad_norm=metrics.grad_norm,
             learning_rate=metrics.learning_rate,
             step_s=metrics.train_s,
-            eval_loss=self._eval_loss() if of_epoch else None,
+            eval_loss=self._eval_loss() if of_epoch and not self._stop.asked else None,
         )
         self._show(record, journal)
+        self._stop.release()
 
     def _trained(self, step: int, rows: Sequence[PackedRow]) -> StepMetrics:
         try:
@@ -261,10 +268,14 @@ class _Training:
             self._progress.say(" | ".join(parts))
 
     def _save(self, sources: Sources) -> None:
+        with self._stop.finishing():
+            self._write(sources)
+        self._saved_at = time.monotonic()
+
+    def _write(self, sources: Sources) -> None:
         config, step = self._config, self._step
         info = CheckpointInfo(step, step, start.settings(config))
-        with self._stop.finishing(), self._progress.phase(f"writing the checkpoint of step {step}"):
+        with self._progress.phase(f"writing the checkpoint of step {step}"):
             self._newest = checkpoints.save(
                 config.run_dir, info, self._trainer, sources, config.learner.keep_checkpoints
             )
-        self._saved_at = time.monotonic()

@@ -59,6 +59,7 @@ _REASONS_BY_STATUS = {
         *(reasons.LENGTH_MISMATCH, reasons.TOKEN_ID_NEGATIVE, reasons.TOKEN_ID_UNKNOWN, reasons.TOO_DEEP),
         *(reasons.SEGMENT_TOO_LONG, reasons.TOO_MANY, reasons.LOGPROB_MISSING, reasons.LOGPROB_NOT_FINITE),
         *(reasons.LOGPROB_POSITIVE, reasons.SPAN_COVER, reasons.EXPERTS_COVER, reasons.MASK_COVER),
+        reasons.TURN_COVER,
         *(
             reasons.SPAN_VERSION_UNKNOWN,
             reasons.SPAN_SERVER_UNKNOWN,

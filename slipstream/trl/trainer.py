@@ -211,13 +211,16 @@ class _Trainer(Face):
                     f"{type(self).__name__}: {name}={value!r} without an eval_dataset; give one, or leave {name} out"
                 )
         try:
-            return Task(
+            task = Task(
                 **self._parts,
                 eval_dataset=_together(self.eval_dataset) if self._evaluates() else None,
                 reward_weights=self.args.field("reward_weights"),
             )
         except ConfigError as error:
             raise ConfigError(in_arguments(str(error), type(self).__name__)) from None
+        if not task.rewards and task.own_rewards == ():
+            raise ConfigError(f"{type(self).__name__}(reward_funcs=()): give a list of at least one reward function")
+        return task
 
     def _evaluates(self) -> bool:
         return bool(self.translated(None).sections.get("eval"))

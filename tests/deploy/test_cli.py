@@ -299,6 +299,7 @@ def test_each_command_is_one_line_of_the_help(
         "worker",
         "learner",
         "vllm",
+        "serve",
         "up",
         "plan",
         "sft",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 from slipstream.learner.ranks.stopping import LearnerFailed
@@ -111,3 +115,36 @@ def test_a_loss_that_is_not_finite_ends_it_with_the_setting_to_change(model_path
 def test_without_a_checkpoint_there_is_nothing_to_resume(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--resume: .* holds no checkpoint; start without --resume"):
         train(run_file(model_path, tmp_path), SOME, RATE, resume=True)
+
+
+@pytest.mark.parametrize(("place", "kept"), [((Accelerator, "clip_grad_norm_"), 2), ((AdamW, "step"), 3)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_loses_no_step(
+    model_path: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    place: tuple[type, str],
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes in the third step, before the weights change or while they do; what is resumed is what would have
+    been."""
+    here = run_file(model_path, tmp_path, {"checkpoint_every": 0, "checkpoint_minutes": 0})
+    right = weights(train(here, SOME, RATE))
+    shutil.rmtree(tmp_path / "test-sft")
+    calls, plain = [], getattr(*place)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return plain(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, signalled)
+        with pytest.raises(SystemExit) as stopped:
+            train(here, SOME, RATE)
+    assert stopped.value.code == 128 + number
+    assert [*places.complete(tmp_path / "test-sft")] == [kept]
+    for name, weight in weights(train(here, SOME, RATE, resume=True)).items():
+        torch.testing.assert_close(weight, right[name], rtol=0, atol=0, msg=name)

@@ -28,7 +28,8 @@ ON_THE_WIRE = {
     422: "decode out_of_range max_tickets worker_mismatch server_mismatch schema_version ticket_mismatch group_size "
     "no_sampled_tokens reward_not_finite metric_not_finite length_mismatch token_id_negative token_id_unknown "
     "bad_image too_deep segment_too_long too_many logprob_missing logprob_not_finite logprob_positive span_cover "
-    "experts_cover mask_cover turn_cover span_version_unknown span_server_unknown version_from_future unverified_server",
+    "experts_cover mask_cover turn_cover span_version_unknown span_server_unknown version_from_future "
+    "unverified_server",
     429: "full",
     503: "busy store_failed not_ready stands_by",
 }

@@ -67,6 +67,14 @@ class RoutedExperts(msgspec.Struct, forbid_unknown_fields=True):
         return self.ids.reshape(-1, self.layers, self.top_k)
 
 
+def _check_array(name: str, array: npt.NDArray[Any], dtype: type[np.generic]) -> None:
+    """Raise `ValueError` for an array of another type or shape. Its byte order does not matter."""
+    if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
+        raise ValueError(
+            f"{name} must be one-dimensional {np.dtype(dtype).name}, is {array.ndim}-dimensional {array.dtype.name}"
+        )
+
+
 class SamplingMask(msgspec.Struct, forbid_unknown_fields=True):
     """The tokens that top_k, top_p, min_p and bans left to sample from, for each sampled token of a segment.
 
@@ -79,12 +87,8 @@ class SamplingMask(msgspec.Struct, forbid_unknown_fields=True):
     counts: npt.NDArray[np.uint16]
 
     def __post_init__(self) -> None:
-        for name, array, dtype in (("ids", self.ids, np.int32), ("counts", self.counts, np.uint16)):
-            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
-                raise ValueError(
-                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
-                    f"is {array.ndim}-dimensional {array.dtype.name}"
-                )
+        _check_array("ids", self.ids, np.int32)
+        _check_array("counts", self.counts, np.uint16)
 
 
 class TeacherTop(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,12 +105,8 @@ class TeacherTop(msgspec.Struct, forbid_unknown_fields=True):
     k: Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
     def __post_init__(self) -> None:
-        for name, array, dtype in (("ids", self.ids, np.int32), ("logprobs", self.logprobs, np.float32)):
-            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
-                raise ValueError(
-                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
-                    f"is {array.ndim}-dimensional {array.dtype.name}"
-                )
+        _check_array("ids", self.ids, np.int32)
+        _check_array("logprobs", self.logprobs, np.float32)
 
 
 class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -137,17 +137,11 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     teacher_top: TeacherTop | None = None
 
     def __post_init__(self) -> None:
-        for name, array, dtype in (
-            ("token_ids", self.token_ids, np.int32),
-            ("loss_mask", self.loss_mask, np.bool_),
-            ("logprobs", self.logprobs, np.float32),
-            *(() if self.teacher is None else (("teacher", self.teacher, np.float32),)),
-        ):
-            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
-                raise ValueError(
-                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
-                    f"is {array.ndim}-dimensional {array.dtype.name}"
-                )
+        _check_array("token_ids", self.token_ids, np.int32)
+        _check_array("loss_mask", self.loss_mask, np.bool_)
+        _check_array("logprobs", self.logprobs, np.float32)
+        if self.teacher is not None:
+            _check_array("teacher", self.teacher, np.float32)
 
     @property
     def sampled_tokens(self) -> int:

@@ -161,15 +161,20 @@ class TicketLife(msgspec.Struct):
     reason: str | None = None
 
 
-def _readable(messages: bytes | None) -> list[dict[str, Any]] | None:
-    """Decode messages and cut their texts; None if there are none, or a worker sent something else."""
+def read_messages(messages: bytes | None) -> list[dict[str, Any]] | None:
+    """Decode `Rollout.messages`; None if there are none, or a worker sent something else."""
     if messages is None:
         return None
     try:
-        found = msgspec.json.decode(messages, type=list[dict[str, Any]])
+        return msgspec.json.decode(messages, type=list[dict[str, Any]])
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    return [{name: _cut(value) for name, value in message.items()} for message in found]
+
+
+def _readable(messages: bytes | None) -> list[dict[str, Any]] | None:
+    """Read messages and cut their texts."""
+    found = read_messages(messages)
+    return found and [{name: _cut(value) for name, value in message.items()} for message in found]
 
 
 def _cut(value: Any) -> Any:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from slipstream.deploy.commands.report import run_dir_of
 from slipstream.protocol.config import ConfigError
-from slipstream.protocol.rollouts import FILE_NAME
+from slipstream.protocol.rollouts import FILE_NAME, read_messages
 from slipstream.protocol.trained_record import RECORD_FOLDER, RecordError, read_record
 
 # What a worker or the learner puts in the place of text that it leaves out.
@@ -88,7 +87,7 @@ def kept(run_dir: Path) -> Iterator[Kept]:
             for step in read_record(record).steps:
                 for group in (place.group() for place in step.trained):
                     for rollout in group.rollouts:
-                        messages = None if rollout.messages is None else _messages(rollout.messages)
+                        messages = read_messages(rollout.messages)
                         yield Kept(rollout.reward, rollout.finish_reason, rollout.turns, messages)
         except RecordError as error:
             raise ConfigError(str(error)) from error
@@ -97,14 +96,6 @@ def kept(run_dir: Path) -> Iterator[Kept]:
         raise ConfigError(f"{run_dir}: there is neither {RECORD_FOLDER} nor {FILE_NAME}; give the directory of a run")
     for view in read_rollouts(file):
         yield Kept(view.reward, view.finish_reason, view.turns, view.messages)
-
-
-def _messages(encoded: bytes) -> list[dict[str, Any]] | None:
-    """Decode messages; None if a worker sent something else."""
-    try:
-        return msgspec.json.decode(encoded, type=list[dict[str, Any]])
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
 
 
 def conversation_of(rollout: Kept) -> dict[str, Any] | str:

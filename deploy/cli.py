@@ -21,6 +21,7 @@ from slipstream.deploy.clusters.roles import check_release
 from slipstream.deploy.commands import cluster, demos, look, queue, report, sft, summary
 from slipstream.deploy.commands.arguments import (
     AsJson,
+    Resume,
     ending_at_once,
     leave,
     print_error,
@@ -54,7 +55,6 @@ from slipstream.protocol.import_path import python_path
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 OptionalRunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, if there is one")]
-Resume = Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")]
 
 RUN = ("run.name", "run.dir")
 QUEUE = ("queue.host", "queue.port", "queue.token")

@@ -7,7 +7,6 @@ The teacher is any vLLM server of a model with the same vocabulary. It gets the 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,7 +36,6 @@ _COMPARED = 512
 _PASSING = frozenset({408, 425, 429})
 
 _CHECKED_WITHIN_S = 60.0
-
 
 _T = TypeVar("_T")
 _Floats = npt.NDArray[np.float32]
@@ -153,9 +151,9 @@ class Teacher:
         for (_, draft), found, by in zip(drafts, scored, moved, strict=True):
             places = np.flatnonzero(draft.mask) + by
             teacher, top = found.logprobs[places], found.top[places].ravel()
-            for value in (*teacher, *top):
-                if not -math.inf < value <= 0:
-                    raise TeacherError(f"teacher.url = {self._url}: a log-prob is {value}; is it a vLLM server?")
+            values = np.concatenate([teacher, top])
+            if len(wrong := values[~(np.isfinite(values) & (values <= 0))]):
+                raise TeacherError(f"teacher.url = {self._url}: a log-prob is {wrong[0]}; is it a vLLM server?")
             draft.teacher = teacher
             if self._top_k:
                 draft.teacher_top = TeacherTop(found.ids[places].ravel(), top, self._top_k)

@@ -36,7 +36,6 @@ MAX_RENDERED = 64
 # The longest of a few prompts, times this, is taken for the longest of all.
 LONGER_PROMPTS = 1.5
 
-
 # Seconds within which a reward is tried.
 TRIED_WITHIN_S = 30.0
 
@@ -80,10 +79,11 @@ def check_task(config: RunConfig, task: Task) -> TaskCheck:
         text = "the data set is an iterable: its rows come in its own order, which task.order does not change"
         findings.append(Finding("warning", text))
     findings += asyncio.run(check_rewards(config, task))
-    prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
+    tokenizer = load_tokenizer(config.model)
+    prompts, failures = asyncio.run(_check_by_kind(config, task, samples, tokenizer))
     findings += failures
     if config.teacher.is_on:
-        findings += asyncio.run(check_teacher(config, task, samples[0], prompts[0]))
+        findings += asyncio.run(check_teacher(config, task, samples[0], prompts[0], tokenizer))
     longest = 0
     for sample, of_prompts, rows in zip(samples, prompts, checked, strict=True):
         found, lengths = check_prompts(config, sample, of_prompts, rows.unusable)
@@ -167,7 +167,9 @@ async def check_rewards(config: RunConfig, task: Task) -> list[Finding]:
     ]
 
 
-async def check_teacher(config: RunConfig, task: Task, sample: RowSample, found: PromptFindings) -> list[Finding]:
+async def check_teacher(
+    config: RunConfig, task: Task, sample: RowSample, found: PromptFindings, tokenizer: Any
+) -> list[Finding]:
     """Try the teacher, and show it the first row. Returns a warning for a context that is too short.
 
     Raises:
@@ -185,12 +187,12 @@ async def check_teacher(config: RunConfig, task: Task, sample: RowSample, found:
         except PromptError as error:
             raise ConfigError(f"teacher.prompt = {config.teacher.prompt[:80]!r}: {error}") from None
     teacher = Teacher(config.teacher, lambda text: None, retry_pause_s)
-    warning = await teacher.check(load_tokenizer(config.model), config.vllm.max_model_len + told)
+    warning = await teacher.check(tokenizer, config.vllm.max_model_len + told)
     return [] if warning is None else [Finding("warning", warning)]
 
 
 async def _check_by_kind(
-    config: RunConfig, task: Task, samples: Sequence[RowSample]
+    config: RunConfig, task: Task, samples: Sequence[RowSample], tokenizer: Any
 ) -> tuple[list[PromptFindings], list[Finding]]:
     """Have the task's source try it as a worker will.
 
@@ -208,7 +210,7 @@ async def _check_by_kind(
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         async with UserCode() as code:
-            context = SourceContext(config, task, code, load_tokenizer(config.model), notify, errors)
+            context = SourceContext(config, task, code, tokenizer, notify, errors)
             prompts = await source_of(task).check_samples(context, samples)
     return prompts, [*failures.values()]
 

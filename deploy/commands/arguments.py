@@ -28,6 +28,7 @@ from slipstream.protocol.config.sections.base import toml_value
 from slipstream.protocol.config.text import find_field, named, nearest, settings
 
 AsJson = Annotated[bool, typer.Option("--json", help="print it as one line of JSON")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")]
 
 YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from slipstream.deploy.checks.learning_rates import parameters_of
-from slipstream.deploy.commands.arguments import print_findings
+from slipstream.deploy.commands.arguments import Resume, print_findings
 from slipstream.deploy.commands.look import RunFilePath
 from slipstream.deploy.run.process_keeper import RunFailed
 from slipstream.deploy.servers import devices, probes
@@ -23,7 +23,7 @@ def sft(
     context: typer.Context,
     run_file: RunFilePath,
     data: Annotated[str | None, typer.Option(help="conversations; default: demonstrations.path")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")] = False,
+    resume: Resume = False,
 ) -> None:
     """Teach the model from conversations with the task's tools, before RL."""
     probes.require_modules("slipstream sft", probes.LEARNER_MODULES)

@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from slipstream.deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
@@ -110,12 +110,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags += [cpu_settings.FLAG, str(seat.cache)]
     facts = architecture_of(config.model) or {}
     if on_cpu():
-        # A compiled CPU graph would keep the packed weights that it was compiled with.
-        flags += ["--enforce-eager", *cpu_build.flags(facts)]
-        if Parallelism.of(vllm.args).gpus == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
-            # The engine computes in its own process. vLLM's default is a second process that binds threads to cores;
-            # it takes as long to start as the engine, and each step waits for both.
-            flags += ["--distributed-executor-backend", IN_ENGINE]
+        flags += _cpu_flags(facts, vllm.args)
     # -P keeps Python from importing from the working directory. `vllm serve` would ask for the release of a package
     # named vllm, which the CPU build is not, and start an API process for each data-parallel engine.
     module = cpu_server.SERVER
@@ -124,6 +119,17 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
     if on_cpu() and cpu_server.is_needed() and sees:
         module = cpu_server.__name__
     return [sys.executable, "-P", "-m", module, *flags, *vllm.args]
+
+
+def _cpu_flags(facts: Mapping[str, Any], args: Sequence[str]) -> list[str]:
+    """Return the flags of the CPU build for a model. `args`: vLLM's own, which follow."""
+    # A compiled CPU graph would keep the packed weights that it was compiled with.
+    flags = ["--enforce-eager", *cpu_build.flags(facts)]
+    if Parallelism.of(args).gpus == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
+        # The engine computes in its own process. vLLM's default is a second process that binds threads to cores; it
+        # takes as long to start as the engine, and each step waits for both.
+        flags += ["--distributed-executor-backend", IN_ENGINE]
+    return flags
 
 
 def _image_flags(images: ImagesSection) -> list[str]:
@@ -255,9 +261,7 @@ def serve(model: str, arguments: Sequence[str]) -> NoReturn:
     probes.require_modules("slipstream serve", probes.VLLM_MODULES)
     line = [sys.executable, "-P", "-m", cpu_server.SERVER, "--model", _resolved(model)]
     if on_cpu():
-        line += ["--enforce-eager", *cpu_build.flags(architecture_of(ModelSection(path=model)) or {})]
-        if os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
-            line += ["--distributed-executor-backend", IN_ENGINE]
+        line += _cpu_flags(architecture_of(ModelSection(path=model)) or {}, arguments)
         # vLLM would take nearly all memory of the machine.
         line += [cpu_settings.FLAG, str(PLAIN_CACHE_BYTES)]
     os.execve(line[0], [*line, *arguments], {**_basic(), **os.environ})

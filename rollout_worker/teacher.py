@@ -94,20 +94,23 @@ class Teacher:
     """A teacher's server.
 
     Args:
+        url: Its address.
         notify: Told once why no log-probs come, while they do not.
         pause_s: Seconds before the next attempt, by the number of attempts.
+        token: Bearer token that is sent to it; None for none.
     """
 
     def __init__(
         self,
+        url: str,
         section: TeacherSection,
         notify: Callable[[str], None],
         pause_s: Callable[[int], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        token: str | None = None,
     ) -> None:
-        if section.url is None:
-            raise ValueError("there is no teacher: set teacher.url")
-        self._url = section.url.rstrip("/")
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._top_k = section.top_k
         self._sequences = max(1, MAX_SEQUENCES // (1 + section.top_k))
         self._prompt, self._timeout_s = section.prompt, section.timeout_s
@@ -246,7 +249,7 @@ class Teacher:
                 model = (await self._models())[0]
                 self._model = model.id
                 await self._check_vocabulary(tokenizer)
-                (scored,) = await self._ask([_spread(tokenizer)[:8]])
+                (scored,) = await self._ask([compared_ids(tokenizer)[:8]])
         except TimeoutError:
             raise ConfigError(
                 f"teacher.url = {self._url}: no answer within {_CHECKED_WITHIN_S:g} s; look at the server's log"
@@ -265,18 +268,10 @@ class Teacher:
         return None
 
     async def _check_vocabulary(self, tokenizer: Any) -> None:
-        ids = _spread(tokenizer)
-        theirs = (await self._post("/detokenize", {"model": self._model, "tokens": ids}, _Text)).prompt
-        ours = str(tokenizer.decode(ids))
-        if ours != theirs:
-            place = next(
-                (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-            )
-            raise TeacherError(
-                f"teacher.url = {self._url}: {self._model} has another vocabulary than the policy: the ids of "
-                f"{ours[place : place + 20]!r} are {theirs[place : place + 20]!r} there; take a teacher with the "
-                f"policy's tokenizer"
-            )
+        body = {"model": self._model, "tokens": compared_ids(tokenizer)}
+        theirs = (await self._post("/detokenize", body, _Text)).prompt
+        if differs := difference(tokenizer, theirs):
+            raise TeacherError(f"teacher.url = {self._url}: {self._model} {differs}")
 
     async def _get(self, route: str, kind: type[_T]) -> _T:
         return await self._request("GET", route, None, kind)
@@ -288,7 +283,7 @@ class Teacher:
         """Raises `_Passing` where the server may answer later, and `TeacherError` where it will not."""
         import aiohttp  # a child process that runs a tool need not wait for it
 
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **self._headers}
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
@@ -356,7 +351,20 @@ async def heads(chat: ChatFormat, prompt: str | Sequence[Message], told: str) ->
     return policys[: len(policys) - same], own
 
 
-def _spread(tokenizer: Any) -> list[int]:
+def difference(tokenizer: Any, theirs: str) -> str:
+    """Return how a teacher differs that writes the ids of `compared_ids` as `theirs`; "" where it does not."""
+    ours = str(tokenizer.decode(compared_ids(tokenizer)))
+    place = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if place is None and len(ours) == len(theirs):
+        return ""
+    place = min(len(ours), len(theirs)) if place is None else place
+    return (
+        f"has another vocabulary than the policy: the ids of {ours[place : place + 20]!r} are "
+        f"{theirs[place : place + 20]!r} there; take a teacher with the policy's tokenizer"
+    )
+
+
+def compared_ids(tokenizer: Any) -> list[int]:
     """Return ids spread over a vocabulary, its special ones among them."""
     size = len(tokenizer)
     return sorted({*range(0, size, max(1, size // _COMPARED)), size - 1, *tokenizer.all_special_ids})

@@ -143,9 +143,14 @@ class Worker:
             notices=self._notices,
             keep_messages=config.worker.keep_messages,
             teacher=Teacher(
-                config.teacher, lambda text: self._notices.add("teacher", reasons.SERVER, text), retry_pause_s, sleep
+                url,
+                config.teacher,
+                lambda text: self._notices.add("teacher", reasons.SERVER, text),
+                retry_pause_s,
+                sleep,
+                config.token_for("worker") if config.teacher.path else None,
             )
-            if config.teacher.is_on
+            if (url := config.teacher_url)
             else None,
             credits_turns=config.learner.credit != "episode",
             clock=clock,

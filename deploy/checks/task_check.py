@@ -10,10 +10,12 @@ import asyncio
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slipstream.deploy.servers.model_shape import architecture_of
 from slipstream.protocol.client import retry_pause_s
-from slipstream.protocol.config import ConfigError, Finding, RunConfig
+from slipstream.protocol.config import ConfigError, Finding, ModelSection, RunConfig
 from slipstream.rollout_worker.chat.base import ChatFormat, PromptError
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
 from slipstream.rollout_worker.data.columns import Findings, check_rows
@@ -25,7 +27,7 @@ from slipstream.rollout_worker.sources import source_of
 from slipstream.rollout_worker.task.reward_base import TRIED_ANSWER
 from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.task.task import Task
-from slipstream.rollout_worker.teacher import Teacher, filled, heads
+from slipstream.rollout_worker.teacher import Teacher, compared_ids, difference, filled, heads
 from slipstream.rollout_worker.user_code import UserCode
 from slipstream.rollout_worker.vision.messages import seen_prompt
 from slipstream.rollout_worker.vision.sources import ImageError
@@ -186,9 +188,36 @@ async def check_teacher(
             told = len(own) - len(shown)
         except PromptError as error:
             raise ConfigError(f"teacher.prompt = {config.teacher.prompt[:80]!r}: {error}") from None
-    teacher = Teacher(config.teacher, lambda text: None, retry_pause_s)
-    warning = await teacher.check(tokenizer, config.vllm.max_model_len + told)
+    context = config.vllm.max_model_len + told
+    if config.teacher.path is not None:
+        warning = _check_served_teacher(config, config.teacher.path, tokenizer, context)
+    else:
+        assert config.teacher_url is not None
+        teacher = Teacher(config.teacher_url, config.teacher, lambda text: None, retry_pause_s)
+        warning = await teacher.check(tokenizer, context)
     return [] if warning is None else [Finding("warning", warning)]
+
+
+def _check_served_teacher(config: RunConfig, path: str, tokenizer: Any, context: int) -> str | None:
+    """Check a teacher that `up` will serve. Returns a warning, as `Teacher.check`."""
+    model = ModelSection(path=path, trust_remote_code=config.model.trust_remote_code)
+    facts = architecture_of(model)
+    if facts is None and Path(path).is_absolute():
+        raise ConfigError(f"teacher.path = {path}: no folder with a config.json; give a model's folder or a hub name")
+    try:
+        own = load_tokenizer(model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path", 1)) from None
+    if differs := difference(tokenizer, str(own.decode(compared_ids(tokenizer)))):
+        raise ConfigError(f"teacher.path = {path}: it {differs}")
+    facts = facts or {}
+    positions = (facts.get("text_config") or facts).get("max_position_embeddings")
+    if isinstance(positions, int) and positions <= context:
+        return (
+            f"teacher.path = {path}: its context is {positions} tokens, and an episode may have {context}, which it "
+            f"needs and one more; take another teacher, or lower vllm.max_model_len"
+        )
+    return None
 
 
 async def _check_by_kind(

@@ -52,12 +52,17 @@ class Parts:
     @classmethod
     def of(cls, config: RunConfig) -> Parts:
         """Read the parts from the run file, with "auto" resolved. Raises `ConfigError` if the ranks cannot be divided
-        among the nodes."""
+        among the nodes, or for a teacher to be served."""
         cluster, vllm, ranks = config.cluster, config.vllm, config.learner.ranks
         if ranks % cluster.learner_nodes:
             raise ConfigError(
                 f"cluster.learner_nodes = {cluster.learner_nodes}: learner.ranks = {ranks} cannot be divided among "
                 f"them; choose a number that divides it"
+            )
+        if config.teacher.path is not None:
+            raise ConfigError(
+                "teacher.path: `up` serves a teacher on this machine alone; on a cluster start it yourself "
+                "(slipstream serve MODEL), and set teacher.url in place of teacher.path"
             )
         on_each = ranks // cluster.learner_nodes
         head = cluster.head_gpus if cluster.head_gpus != "auto" else 0 if on_cpu() else on_each

@@ -24,7 +24,7 @@ from typing import Literal, Protocol, Self
 from slipstream.deploy.run.first_error import error_of_engine, first_error, follows_engine
 from slipstream.deploy.servers.device_plan import DevicePlan
 from slipstream.deploy.servers.devices import Placement, environment_of, nccl_environment, place_devices
-from slipstream.deploy.servers.vllm_server import KEPT_PAGES, on_cpu
+from slipstream.deploy.servers.vllm_server import KEPT_PAGES, on_cpu, teacher_command
 from slipstream.protocol import access
 from slipstream.protocol.config import RunConfig
 from slipstream.protocol.config.user_files import SAME_TERMINAL
@@ -88,27 +88,34 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
         *arguments: str,
         health: str | None = None,
         terminal: Literal["stdout"] | None = None,
+        command: Sequence[str] = (),
     ) -> Program:
         cores, threads = [], {}
+        is_server = role == "vllm"
         if placement:
-            is_server = role == "vllm"
             cores = placement.servers if is_server else placement.others
             threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
             threads |= KEPT_PAGES if role == "learner" else {}
             threads |= staging_environment([*placement.servers, *placement.others]) if is_server else {}
-        command = [*SLIPSTREAM, role, str(run_file), *arguments]
-        return Program(name, role, command, environment_of_role(config, role) | threads, cores, health, terminal)
+        line = [*SLIPSTREAM, *(command or (role, str(run_file))), *arguments]
+        return Program(name, role, line, environment_of_role(config, role) | threads, cores, health, terminal)
 
     learner = program("learner", "learner", *_resume(resume), terminal="stdout")
     seats = devices.servers if devices else ()
     on_gpus = {f"vllm-{index}": environment_of(seat) for index, seat in enumerate(seats)}
     own = environment_of(devices.learner) if devices and devices.learner else {}
+    teacher = []
+    if config.teacher.path is not None:
+        url, seat = config.teacher_url, devices.teacher if devices else None
+        own_teacher = program("teacher", "vllm", health=f"{url}/health", command=teacher_command(config))
+        teacher = [_with(own_teacher, environment_of(seat) if seat else {})]
     return [
         program("queue", "queue", health=config.queue.local_url + access.HEALTH),
         *(
             _with(program(name, "vllm", "--index", str(index), health=f"{url}/health"), on_gpus.get(name, {}))
             for index, (name, url) in enumerate(servers.items())
         ),
+        *teacher,
         *(program(name, "worker", "--name", name) for name in (f"worker-{i}" for i in range(config.worker.count))),
         _with(learner, {**own, **nccl_environment(config), "SLIPSTREAM_COMMAND": typed()}),
     ]
@@ -122,7 +129,7 @@ def _placement(config: RunConfig) -> Placement | None:
     """Divide the cores on a CPU machine. None with GPUs, with servers elsewhere, and on platforms without affinity."""
     if not config.vllm.launched or not on_cpu() or not hasattr(os, "sched_setaffinity"):
         return None
-    return place_devices(sorted(os.sched_getaffinity(0)), config.vllm.count)
+    return place_devices(sorted(os.sched_getaffinity(0)), config.vllm.count + bool(config.teacher.path))
 
 
 def environment_of_role(config: RunConfig, role: ProcessKind) -> dict[str, str]:

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from slipstream.deploy.servers.gpu_memory import GIB, gib
-from slipstream.deploy.servers.model_shape import BYTES, architecture_of, shape_of
-from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.deploy.servers.model_shape import BYTES, architecture_of, checkpoint_dtype, shape_of
+from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
 from slipstream.protocol.config.sections.servers import flag_value, has_flag
 
 FLAG = "--kv-cache-memory-bytes"
@@ -52,6 +52,9 @@ _SERVER_COPIES = 3
 _OTHERS_BYTES = 1.5 * GIB
 
 _LEARNER_COPIES = 5
+
+# Cache of a plain server, such as a teacher's.
+PLAIN_CACHE_BYTES = 2 * GIB
 
 # Share of the remaining memory that the caches may take.
 _SHARE = 0.8
@@ -113,10 +116,19 @@ def budget(model: Model, config: RunConfig, available: int, episode_tokens: int 
     spare = 2 * (int(given) if given and given.isdigit() else _BLOCK_TOKENS)
     whole = (vllm.max_model_len + spare) * model.token
     episode = (min(vllm.max_model_len, episode_tokens or vllm.max_model_len) + spare) * model.token
-    others = _OTHERS_BYTES + _LEARNER_COPIES * model.weights
+    others = _OTHERS_BYTES + _LEARNER_COPIES * model.weights + _teacher_bytes(config)
     server = _SERVER_BYTES + _SERVER_COPIES * model.weights
     room = _SHARE * ((available - others) / vllm.count - server)
     return Budget(whole, episode * vllm.max_num_seqs, int(room))
+
+
+def _teacher_bytes(config: RunConfig) -> int:
+    """Return the memory of the server of `teacher.path`; its weights count if their size is known."""
+    if config.teacher.path is None:
+        return 0
+    path = ModelSection(path=config.teacher.path)
+    model = model_of(architecture_of(path) or {}, checkpoint_dtype(path) or "float32")
+    return int(_SERVER_BYTES) + PLAIN_CACHE_BYTES + (model.weights if model else 0)
 
 
 def check_cache_fits(config: RunConfig) -> None:

@@ -79,6 +79,7 @@ class DevicePlan:
         peers: Whether the GPUs between which weights travel can copy to one another directly.
         unused: GPUs that nobody gets.
         chosen: Settings that the run file leaves open, by section and key.
+        teacher: That of `teacher.path`, whose memory vLLM divides; None without one.
     """
 
     learner: Seat | None
@@ -87,6 +88,7 @@ class DevicePlan:
     peers: bool
     unused: tuple[str, ...] = ()
     chosen: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    teacher: Seat | None = None
 
     def lines(self) -> Iterator[str]:
         """Describe the plan, one line for each process."""
@@ -96,6 +98,8 @@ class DevicePlan:
             share = f", {seat.share:.0%} of its memory" if seat.share else ""
             counted = f": {gib(seat.counted.total)} ({seat.counted})" if seat.counted else ""
             yield f"{name} on GPU {', '.join(seat.entries)}{share}{counted}"
+        if self.teacher is not None:
+            yield f"teacher on GPU {', '.join(self.teacher.entries)}"
         for entry in dict.fromkeys(entry for _, seat in seats for entry in seat.entries):
             if len(on_it := [name for name, seat in seats if entry in seat.entries]) > 1:
                 yield f"GPU {entry} is shared by {', '.join(on_it)}: each has a fixed part of its memory"

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.deploy.servers import device_plan, probes
 from slipstream.deploy.servers.device_plan import DevicePlan, Part, Seat, with_settings
+from slipstream.deploy.servers.gpu_memory import Parallelism
 from slipstream.deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, model_shape
 from slipstream.deploy.servers.probes import Gpu
-from slipstream.protocol.config import RunConfig
+from slipstream.protocol.config import ConfigError, RunConfig
 from slipstream.protocol.config.machine import bfloat16_unit, fast_types
 from slipstream.protocol.config.sections.base import toml_value
 from slipstream.weight_sync.transports.registry import choice
@@ -32,9 +33,19 @@ _NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def _planned(found: list[Gpu], config: RunConfig, part: Part) -> DevicePlan | None:
+    if not found:
+        return None
+    taken = Parallelism.of(config.teacher.args).gpus if part == "run" and config.teacher.path else 0
+    if taken >= len(found):
+        raise ConfigError(
+            f"teacher.path: a teacher takes GPUs of its own, {taken} here, and none of this machine's {len(found)} is "
+            f"left for the run; serve it elsewhere (slipstream serve), and set teacher.url in place of teacher.path"
+        )
     if part == "run" and not config.vllm.launched:
         part = "learner"
-    return device_plan.plan(found, config, model_shape(config.model), part) if found else None
+    own, others = found[len(found) - taken :], found[: len(found) - taken]
+    planned = device_plan.plan(others, config, model_shape(config.model), part)
+    return replace(planned, teacher=Seat(tuple(gpu.entry for gpu in own))) if own else planned
 
 
 def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConfig:

@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 # Each adapter takes memory of the server.
 MAX_ADAPTERS = 8
 
-# Cache of a plain server on a CPU, unless it is told otherwise.
-PLAIN_CACHE_BYTES = 2 * 1024**3
-
 # Seconds to try to reach the queue. It may start next to the server, which takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 
@@ -263,8 +260,22 @@ def serve(model: str, arguments: Sequence[str]) -> NoReturn:
     if on_cpu():
         line += _cpu_flags(architecture_of(ModelSection(path=model)) or {}, arguments)
         # vLLM would take nearly all memory of the machine.
-        line += [cpu_settings.FLAG, str(PLAIN_CACHE_BYTES)]
+        line += [cpu_settings.FLAG, str(cpu_settings.PLAIN_CACHE_BYTES)]
     os.execve(line[0], [*line, *arguments], {**_basic(), **os.environ})
+
+
+def teacher_command(config: RunConfig) -> list[str]:
+    """Return the command, after `slipstream`, of the server of `teacher.path`. `teacher.args` stand last."""
+    teacher = config.teacher
+    assert teacher.path is not None
+    assert config.teacher_url is not None
+    flags = ["--host", config.vllm.host, "--port", str(urlsplit(config.teacher_url).port or 80)]
+    if teacher.top_k > 20:
+        flags += ["--max-logprobs", str(teacher.top_k)]
+    if config.token:
+        flags += ["--middleware", "slipstream.weight_sync.vllm.guard.RequireToken"]
+    # As much context as fits.
+    return ["serve", teacher.path, *flags, "--max-model-len", "-1", "--disable-uvicorn-access-log", *teacher.args]
 
 
 def _at_its_url(config: RunConfig, index: int) -> RunConfig:

@@ -1,6 +1,6 @@
 """The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `schema`).
 
-Paths: `run.dir` is taken from the working directory; `task.path`, `model.path`, `model.tokenizer`,
+Paths: `run.dir` is taken from the working directory; `task.path`, `model.path`, `model.tokenizer`, `teacher.path`,
 `demonstrations.path` and the files of [chat] and `learner.callbacks` from the folder of the run file. Any field may be
 given as `--section.key value` on every command; such paths are taken from the working directory. A loaded run file
 holds all but `run.dir` as absolute ones.
@@ -206,7 +206,7 @@ def _override(section: str, key: str, text: str) -> Any:
 
 
 def _anchor(values: dict[str, Any], folder: Path) -> None:
-    """Make the paths of task, local model, tokenizer, demonstrations, chat format and callbacks absolute, relative to
+    """Make the paths of task, local models, tokenizer, demonstrations, chat format and callbacks absolute, relative to
     `folder`.
 
     Hub names stay as they are.
@@ -217,8 +217,8 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         learner["callbacks"] = [str(_absolute(name, folder)) if file_of(name) else name for name in named]
     if isinstance(learner, dict) and isinstance(script := learner.get("script"), str):
         learner["script"] = str((folder / Path(script).expanduser()).absolute())
-    places = (("task", "path"), ("model", "path"), ("model", "tokenizer"), ("demonstrations", "path"))
-    for section, key in places:
+    models = (("model", "path"), ("model", "tokenizer"), ("teacher", "path"))
+    for section, key in (("task", "path"), *models, ("demonstrations", "path")):
         table = values.get(section)
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue

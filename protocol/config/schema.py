@@ -40,6 +40,7 @@ from slipstream.protocol.config.sections import (
     sampling,
     servers,
 )
+from slipstream.protocol.config.sections.base import own_url
 
 # "auto" of worker.open_episodes: episodes for each slot, within this many bytes.
 _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
@@ -145,6 +146,13 @@ class RunConfig(Section):
         """URL of each server by its name, in the order of the run file."""
         return {f"vllm-{i}": url for i, url in enumerate(self.vllm.urls)}
 
+    @property
+    def teacher_url(self) -> str | None:
+        """URL of the teacher; None without one. That of `teacher.path` takes the port after the servers'."""
+        vllm, teacher = self.vllm, self.teacher
+        own = own_url(vllm.host, vllm.port + vllm.launched) if teacher.path else None
+        return teacher.url or own
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         rollout, queue, learner = self.rollout, self.queue, self.learner
@@ -244,7 +252,7 @@ class RunConfig(Section):
                 f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = {context}: the "
                 f"longest episodes would fit no micro-batch; raise learner.token_budget, or lower vllm.max_model_len"
             )
-        launched = {} if self.vllm.servers else {"vllm.host": self.vllm.host}
+        launched = {"vllm.host": self.vllm.host} if self.vllm.launched or self.teacher.path else {}
         listeners = {
             "queue.host": queue.host,
             "weight_sync.host": self.weight_sync.host,
@@ -278,11 +286,12 @@ class RunConfig(Section):
                 f"worker.agent_port = {worker.agent_port} with worker.count = {worker.count}: only one worker could "
                 f"listen there; leave it at 0, for any that is free, or start the workers one by one with a port each"
             )
+        own_teacher = self.teacher.path and not self.teacher.url
         ports = {
             "weight_sync.http_port": self.http_ports,
             "queue.port": range(queue.port, queue.port + 1),
             "worker.agent_port": range(worker.agent_port, worker.agent_port + bool(worker.agent_port)),
-            "vllm.port": range(vllm.port, vllm.port + vllm.launched),
+            "vllm.port": range(vllm.port, vllm.port + vllm.launched + bool(own_teacher)),
         }
         for setting, found in ports.items():
             if found.stop > 65536:

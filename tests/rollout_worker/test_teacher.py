@@ -135,7 +135,7 @@ async def test_a_large_group_is_asked_in_parts() -> None:
 async def checked(teacher: FakeTeacher, context: int = 100) -> str | None:
     async with teacher.serving() as url:
         section = taught(url, timeout_s=1.0).teacher
-        return await Teacher(section, lambda text: None, lambda attempt: 0.0).check(TOKENIZER, context)
+        return await Teacher(url, section, lambda text: None, lambda attempt: 0.0).check(TOKENIZER, context)
 
 
 async def test_the_start_check_finds_another_vocabulary_a_short_context_and_a_dead_server() -> None:
@@ -147,9 +147,9 @@ async def test_the_start_check_finds_another_vocabulary_a_short_context_and_a_de
     silent.answers = [0]
     with pytest.raises(ConfigError, match="no answer"):
         await checked(silent)
-    section = taught("http://127.0.0.1:9").teacher
+    nobody = "http://127.0.0.1:9"
     with pytest.raises(ConfigError, match="slipstream serve"):
-        await Teacher(section, lambda text: None, lambda attempt: 0.0).check(TOKENIZER, 100)
+        await Teacher(nobody, taught(nobody).teacher, lambda text: None, lambda attempt: 0.0).check(TOKENIZER, 100)
 
 
 async def test_with_top_k_each_sampled_token_brings_the_teacher_s_likeliest_ids() -> None:

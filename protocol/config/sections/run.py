@@ -181,6 +181,14 @@ class TeacherSection(Section):
         "policy; with it, a task may have no rewards",
         why="rewards alone teach",
     )
+    path: str | None = setting(
+        None,
+        min_length=1,
+        description="model that `slipstream up` serves as the teacher: a folder, or a name on the hub; teacher.url, if "
+        "given, says where it listens",
+        why="the teacher runs elsewhere",
+    )
+    args: list[str] = setting([], description="flags of vLLM for the server of teacher.path", why="vLLM's own")
     coef: float = setting(
         1.0,
         gt=0,
@@ -211,15 +219,17 @@ class TeacherSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.url is None and (
-            given := [name for name, value in self if value != type(self).model_fields[name].default]
-        ):
-            raise ValueError(f"teacher.{given[0]} without a teacher: set teacher.url, or leave it out")
+        fields = type(self).model_fields
+        given = [name for name, value in self if value != fields[name].default]
+        if given and not self.is_on:
+            raise ValueError(f"teacher.{given[0]} without a teacher: set teacher.url or teacher.path, or leave it out")
+        if self.args and self.path is None:
+            raise ValueError("teacher.args are for the server of teacher.path: set it, or leave them out")
         return self
 
     @property
     def is_on(self) -> bool:
-        return self.url is not None
+        return self.url is not None or self.path is not None
 
 
 class ChatSection(Section):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from slipstream.protocol.config import ConfigError, load
 from slipstream.rollout_worker.task.task import Task
 from tests.kit.fake_pooling import FakePooling
 from tests.kit.ports import free_port
+from tests.kit.stand_in_tokenizer import stand_in_tokenizer
 
 SHORT = [{"role": "user", "content": "Multiply 2 by 3."}]
 LONG = [{"role": "user", "content": "Multiply. " * 400}]
@@ -505,3 +508,19 @@ def test_a_reset_that_fails_on_the_eval_dataset_says_so(run_file: Path, room: ty
     )
     with pytest.raises(ConfigError, match=r"Talkative.reset fails on row 0 of the eval_dataset: TypeError"):
         evaluating(run_file, task)
+
+
+def test_the_model_of_a_served_teacher_is_checked_before_it_is_served(run_file: Path, tmp_path: Path) -> None:
+    model = Path(load(run_file).model.path)
+    assert check(run_file, task_of(SHORT), "--teacher.path", str(model)) == []
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    stand_in_tokenizer(["<s>"], "<s>").save_pretrained(other)
+    for teacher, why in ((other, "another vocabulary"), (tmp_path / "nothing", "config.json")):
+        with pytest.raises(ConfigError, match=rf"^teacher\.path = {re.escape(str(teacher))}: .*{why}"):
+            check(run_file, task_of(SHORT), "--teacher.path", str(teacher))
+    facts = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    shutil.copytree(model, tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text(json.dumps(facts))
+    (warning,) = check(run_file, task_of(SHORT), "--teacher.path", str(tmp_path / "short"))
+    assert "1024" in warning

@@ -14,6 +14,7 @@ from slipstream.deploy.run import processes
 from slipstream.deploy.run.processes import Children, Program
 from slipstream.protocol.config import load
 from slipstream.weight_sync.transports.staging_cores import STAGING_CORES
+from slipstream.weight_sync.vllm.guard import RequireToken
 from tests.deploy.stage import until
 
 RUN_FILE = Path("/the run/run.toml")
@@ -65,6 +66,26 @@ def test_queue_and_servers_have_a_route_that_tells_that_they_are_up(run_file: Pa
         "vllm-0": "http://127.0.0.1:7100/health",
         "vllm-1": "http://127.0.0.1:7101/health",
     }
+
+
+def test_the_teacher_of_a_path_is_a_server_of_the_run_with_its_own_flags(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    settings = ["--vllm.port", "7100", "--vllm.count", "2", "--queue.token", "a-secret-of-the-run", "--teacher.path"]
+    found = of(run_file, *settings, "/models/large", "--teacher.top_k", "40", "--teacher.args", '["--dtype", "half"]')
+    teacher, server = found["teacher"], found["vllm-0"]
+    assert (teacher.role, teacher.cores, teacher.env) == ("vllm", server.cores, server.env)
+    assert teacher.health == "http://127.0.0.1:7102/health"
+    command = [*teacher.command[len(processes.SLIPSTREAM) :]]
+    assert command[:2] == ["serve", "/models/large"]
+    assert command[-2:] == ["--dtype", "half"]
+    for flags in (["--port", "7102"], ["--max-logprobs", "40"], ["--middleware", RequireToken.__module__ + ".RequireToken"]):
+        assert command[command.index(flags[0]) + 1] == flags[1]
+    elsewhere = of(run_file, "--teacher.path", "/models/large", "--teacher.url", "http://10.0.0.1:9000")["teacher"]
+    assert elsewhere.health == "http://10.0.0.1:9000/health"
+    assert elsewhere.command[elsewhere.command.index("--port") + 1] == "9000"
+    assert "--middleware" not in elsewhere.command
 
 
 def test_only_the_learner_speaks_to_the_terminal_and_only_it_resumes(run_file: Path) -> None:

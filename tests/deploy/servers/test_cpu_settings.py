@@ -88,6 +88,12 @@ def qwen(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
     return load(run_file, ["--model.path", str(folder), "--vllm.max_model_len", "8000"])
 
 
+def test_a_teacher_that_is_served_takes_memory_from_the_caches() -> None:
+    model = Model(100 * 2**20, 100 * 1024, 10**7)
+    alone, beside = (budget(model, config(teacher=teacher), 32 * GIB).room for teacher in ({}, {"path": "org/large"}))
+    assert beside < alone - cpu_settings.PLAIN_CACHE_BYTES * 0.8
+
+
 def test_a_cache_holds_episodes_that_are_shorter_than_the_context() -> None:
     run = config(vllm={"max_model_len": 1024, "max_num_seqs": 64})
     model = Model(100 * 2**20, 100 * 1024, 10**7)

@@ -74,6 +74,21 @@ def test_parallel_servers_get_as_many_gpus_as_they_take(run_file: Path) -> None:
         planned(run_file, machine(4), "--vllm.count", "2", "--vllm.args", args)
 
 
+def test_a_teacher_of_a_path_takes_the_last_gpus_for_itself(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(run_file, ["--teacher.path", "/models/large", "--teacher.args", '["-tp", "2"]'])
+    monkeypatch.setattr(probes, "visible_gpus", lambda: machine(4))
+    plan, _ = devices.settle(config, False, lambda line: None)
+    assert plan is not None
+    assert gpus_of(plan) == [("0",), ("1",)]
+    assert plan.teacher is not None
+    assert plan.teacher.entries == ("2", "3")
+    found = {program.name: program for program in processes.run_programs(config, run_file, False, plan)}
+    assert found["teacher"].env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
+    with pytest.raises(ConfigError, match=r"^teacher\.path: .* slipstream serve"):
+        devices.settle(config, False, lambda line: None)
+
+
 def test_a_machine_that_only_serves_gives_its_gpus_to_the_server(run_file: Path) -> None:
     plan = planned(run_file, machine(1), "--vllm.count", "4", shape=LARGE, part="server")
     assert gpus_of(plan) == [(), ("0",)]

@@ -425,6 +425,12 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
             "weight_sync.http_port = 8102 and vllm.port = 8100 would both take port 8102",
         ),
         (
+            'weight_sync.http_port = 8101\nteacher.path = "org/large"',
+            "weight_sync.http_port = 8101 and vllm.port = 8100 would both take port 8101",
+        ),
+        ('teacher.args = ["-tp", "2"]', "teacher.args without a teacher: set teacher.url or teacher.path"),
+        ('teacher = {url = "http://a:1", args = ["-tp", "2"]}', "teacher.args are for the server of teacher.path"),
+        (
             "weight_sync.http_port = 8199\nlearner.ranks = 2",
             "weight_sync.http_port = 8199 and queue.port = 8200 would both take port 8200",
         ),

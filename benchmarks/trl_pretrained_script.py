@@ -52,6 +52,7 @@ def main() -> None:
         token_budget=0,
         num_generations=rollout.group_size,
         learning_rate=learner.learning_rate,
+        lr_scheduler_type=learner.lr_scheduler_type,
         temperature=rollout.temperature,
         max_completion_length=rollout.max_turn_tokens,
         max_staleness=config.queue.max_staleness,

@@ -22,6 +22,10 @@ FILE_NAME = "rollouts.jsonl"
 
 MAX_TEXT = 4000
 
+# What stands in the place of the middle, or the end, of a text that is kept shorter. `CUT` finds both.
+MIDDLE_CUT, END_CUT = "... ({} characters left out) ...", "... ({} more characters)"
+CUT = re.compile("|".join(re.escape(cut).replace(r"\{\}", r"\d+") for cut in (MIDDLE_CUT, END_CUT)) + "$")
+
 # Field of a message in `Rollout.messages` that was a turn of the policy: the reward at that turn.
 TURN_REWARD = "turn_reward"
 
@@ -179,7 +183,7 @@ def _readable(messages: bytes | None) -> list[dict[str, Any]] | None:
 
 def _cut(value: Any) -> Any:
     if isinstance(value, str) and len(value) > MAX_TEXT:
-        return f"{value[:MAX_TEXT]}... ({len(value) - MAX_TEXT} more characters)"
+        return value[:MAX_TEXT] + END_CUT.format(len(value) - MAX_TEXT)
     return value
 
 

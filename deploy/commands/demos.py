@@ -7,7 +7,6 @@ step. Conversations are taken as the worker kept them, so those of which a part 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +17,8 @@ import typer
 
 from slipstream.deploy.commands.report import run_dir_of
 from slipstream.protocol.config import ConfigError
-from slipstream.protocol.rollouts import FILE_NAME, read_messages
+from slipstream.protocol.rollouts import CUT, FILE_NAME, read_messages
 from slipstream.protocol.trained_record import RECORD_FOLDER, RecordError, read_record
-
-# What a worker or the learner puts in the place of text that it leaves out.
-_CUT = re.compile(r"\.\.\. \(\d+ characters left out\) \.\.\.|\.\.\. \(\d+ more characters\)$")
 
 # Rollouts that the policy has ended itself.
 _ENDED = ("stop", "turn_limit")
@@ -129,6 +125,6 @@ def _parts(message: dict[str, Any]) -> list[Any]:
 def _is_cut(value: Any) -> bool:
     """Say whether a text in a message is not whole."""
     if isinstance(value, str):
-        return _CUT.search(value) is not None
+        return CUT.search(value) is not None
     each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(map(_is_cut, each))

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from slipstream.learner.report.journal import append_whole
-from slipstream.protocol.rollouts import TURN_REWARD, RolloutView
+from slipstream.protocol.rollouts import END_CUT, TURN_REWARD, RolloutView
 
 MAX_BYTES = 64 * 1024**2
 
@@ -200,7 +200,7 @@ def _json(value: Any) -> str:
 
 def _cut(text: str, most: int) -> str:
     text = printable(text)
-    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+    return text if len(text) <= most else text[:most] + END_CUT.format(len(text) - most)
 
 
 def _number(value: float | None) -> str:

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.protocol.rollouts import MIDDLE_CUT
+
 # Types of values that cannot be changed, and so need no copy.
 ATOMS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
@@ -106,7 +108,7 @@ def without_middle(text: str, most: int) -> str:
         return text
     half = most // 2
     head, tail = str.__getitem__(text, slice(most - half)), str.__getitem__(text, slice(size - half, size))
-    return f"{head}... ({size - most} characters left out) ...{tail}"
+    return f"{head}{MIDDLE_CUT.format(size - most)}{tail}"
 
 
 def as_number(value: Any) -> float:

@@ -85,7 +85,7 @@ def test_a_teacher_of_a_path_takes_the_last_gpus_for_itself(run_file: Path, monk
     found = {program.name: program for program in processes.run_programs(config, run_file, False, plan)}
     assert found["teacher"].env["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
-    with pytest.raises(ConfigError, match=r"^teacher\.path: .* slipstream serve"):
+    with pytest.raises(ConfigError, match=r"^teacher\.path: .*slipstream serve"):
         devices.settle(config, False, lambda line: None)
 
 

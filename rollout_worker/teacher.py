@@ -7,6 +7,7 @@ The teacher is any vLLM server of a model with the same vocabulary. It gets the 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,8 +33,12 @@ _MAX_SHOWN = 300
 # Ids, spread over the vocabulary, that policy and teacher must write alike.
 _COMPARED = 512
 
-# Statuses that a server may give up by itself.
-_PASSING = frozenset({408, 425, 429})
+# Statuses that blame the request, which would get the same answer again. With others the groups wait: a proxy may have
+# no server behind it, or the server another model.
+_REFUSALS = frozenset({400, 413, 422})
+
+# Environment variable with the key that the server was started with, if any (vLLM's --api-key).
+KEY_VARIABLE = "TEACHER_API_KEY"
 
 _CHECKED_WITHIN_S = 60.0
 
@@ -96,6 +101,7 @@ class Teacher:
     Args:
         notify: Told once why no log-probs come, while they do not.
         pause_s: Seconds before the next attempt, by the number of attempts.
+        tokenizer: The policy's, whose vocabulary the server's model must have; None where `check` gives it.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class Teacher:
         notify: Callable[[str], None],
         pause_s: Callable[[int], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        tokenizer: Any = None,
     ) -> None:
         if section.url is None:
             raise ValueError("there is no teacher: set teacher.url")
@@ -113,6 +120,7 @@ class Teacher:
         self._prompt, self._timeout_s = section.prompt, section.timeout_s
         self._notify, self._pause_s, self._sleep = notify, pause_s, sleep
         self._free = asyncio.Semaphore(MAX_REQUESTS)
+        self._tokenizer = tokenizer
         self._model: str | None = None
 
     async def teach(self, episodes: Sequence[Episode], columns: Mapping[str, Any]) -> None:
@@ -178,14 +186,13 @@ class Teacher:
                     return await self._ask(sequences)
             except _Passing as error:
                 self._notify(str(error))
+            self._model = None  # it may be started again with another one
             await self._sleep(self._pause_s(attempt))
             attempt += 1
 
     async def _ask(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
-        if self._model is None:
-            self._model = (await self._models())[0].id
         body = {
-            "model": self._model,
+            "model": self._model or (await self._find()).id,
             "prompt": [list(ids) for ids in sequences],
             "max_tokens": 1,
             "temperature": 0,
@@ -223,11 +230,14 @@ class Teacher:
                     found.top[place, entry.rank - 1] = entry.logprob
         return found
 
-    async def _models(self) -> list[_Model]:
+    async def _find(self) -> _Model:
+        """Return the server's model, which has the policy's vocabulary."""
         models = (await self._get("/v1/models", _Models)).data
         if not models:
             raise TeacherError(f"teacher.url = {self._url}: it serves no model; look at its log")
-        return models
+        await self._check_vocabulary(models[0].id)
+        self._model = models[0].id
+        return models[0]
 
     async def check(self, tokenizer: Any, context: int) -> str | None:
         """Try the teacher before a run.
@@ -243,16 +253,15 @@ class Teacher:
         """
         try:
             async with asyncio.timeout(_CHECKED_WITHIN_S):
-                model = (await self._models())[0]
-                self._model = model.id
-                await self._check_vocabulary(tokenizer)
+                self._tokenizer = tokenizer
+                model = await self._find()
                 (scored,) = await self._ask([_spread(tokenizer)[:8]])
         except TimeoutError:
             raise ConfigError(
                 f"teacher.url = {self._url}: no answer within {_CHECKED_WITHIN_S:g} s; look at the server's log"
             ) from None
         except _Passing as error:
-            raise ConfigError(f"{error}; start it with: slipstream serve MODEL --port PORT") from None
+            raise ConfigError(f"{error}; a teacher is started with: slipstream serve MODEL --port PORT") from None
         except TeacherError as error:
             raise ConfigError(str(error)) from None
         if not np.isfinite(scored.logprobs[1:]).all() or not np.isfinite(scored.top[1:]).all():
@@ -264,16 +273,16 @@ class Teacher:
             )
         return None
 
-    async def _check_vocabulary(self, tokenizer: Any) -> None:
-        ids = _spread(tokenizer)
-        theirs = (await self._post("/detokenize", {"model": self._model, "tokens": ids}, _Text)).prompt
-        ours = str(tokenizer.decode(ids))
+    async def _check_vocabulary(self, model: str) -> None:
+        ids = _spread(self._tokenizer)
+        theirs = (await self._post("/detokenize", {"model": model, "tokens": ids}, _Text)).prompt
+        ours = str(self._tokenizer.decode(ids))
         if ours != theirs:
             place = next(
                 (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
             )
-            raise TeacherError(
-                f"teacher.url = {self._url}: {self._model} has another vocabulary than the policy: the ids of "
+            raise _Passing(
+                f"teacher.url = {self._url}: {model} has another vocabulary than the policy: the ids of "
                 f"{ours[place : place + 20]!r} are {theirs[place : place + 20]!r} there; take a teacher with the "
                 f"policy's tokenizer"
             )
@@ -289,6 +298,8 @@ class Teacher:
         import aiohttp  # a child process that runs a tool need not wait for it
 
         headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
@@ -303,7 +314,9 @@ class Teacher:
         if status != 200:
             words = answer[:_MAX_SHOWN].decode("utf-8", "replace")
             text = f"teacher.url = {self._url}: {route} answers {status}: {words}"
-            raise _Passing(text) if status >= 500 or status in _PASSING else TeacherError(text)
+            if status in (401, 403):
+                text += f"; set {KEY_VARIABLE} in the environment"
+            raise TeacherError(text) if status in _REFUSALS else _Passing(text)
         try:
             return msgspec.json.decode(answer, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -311,7 +324,9 @@ class Teacher:
 
 
 def filled(prompt: str, columns: Mapping[str, Any]) -> str:
-    """Put a row's columns into `teacher.prompt`. Raises `PromptError` for a column that the row does not have."""
+    """Put a row's columns into `teacher.prompt`. Raises `PromptError` for a column that the row does not have, or of
+    which it has None."""
+    columns = {name: value for name, value in columns.items() if value is not None}
     try:
         return prompt.format_map(columns)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:

@@ -21,7 +21,7 @@ from slipstream.rollout_worker.chat.base import ChatFormat, PromptError, text_of
 from slipstream.rollout_worker.chat.parsers.base import REASONING_FIELDS, Message
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
 from slipstream.rollout_worker.data.files import load_data_files
-from slipstream.rollout_worker.episodes.limits import EpisodeLimits
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits, size_fault
 from slipstream.rollout_worker.episodes.source import SourceContext
 from slipstream.rollout_worker.episodes.tool_results import cut, markup_of, token_counter
 from slipstream.rollout_worker.sources import source_of
@@ -331,6 +331,10 @@ async def _loaded(config: RunConfig, task: Task, rows: Sequence[Any]) -> Loaded:
             for number, row in enumerate(rows, start=1):
                 try:
                     conversation = Conversation.of(row)
+                    # Results of tools are cut.
+                    if size_fault([each for each in conversation.messages if each.get("role") != "tool"], most):
+                        lengths[number] = 0  # to count them would take minutes
+                        continue
                     key = json.dumps(conversation.tools, sort_keys=True)
                     if conversation.tools is not None and key not in shown:
                         box = ToolBox([_Shown(schema) for schema in conversation.tools])
@@ -355,9 +359,9 @@ def _too_long(config: RunConfig, lengths: Mapping[int, int], rows: int) -> list[
         return []
     named = ", ".join(str(number) for number in [*lengths][:MAX_NAMED])
     more = f" and {len(lengths) - MAX_NAMED} more" if len(lengths) > MAX_NAMED else ""
+    of = f", of up to {longest} tokens" if (longest := max(lengths.values())) else ""
     text = (
         f"demonstrations.path = {config.demonstrations.path}: {len(lengths)} of {rows} conversations are longer than "
-        f"vllm.max_model_len = {config.vllm.max_model_len} and are left out: rows {named}{more}, of up to "
-        f"{max(lengths.values())} tokens"
+        f"vllm.max_model_len = {config.vllm.max_model_len} and are left out: rows {named}{more}{of}"
     )
     return [Finding("warning", text, "raise vllm.max_model_len, or shorten them")]

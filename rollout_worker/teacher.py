@@ -205,7 +205,10 @@ class Teacher:
             raise TeacherError(
                 f"teacher.url = {self._url}: {len(choices)} answers for {len(sequences)} sequences; is it vLLM?"
             )
-        return await asyncio.to_thread(lambda: [*map(self._read, sequences, choices)])
+        try:
+            return await asyncio.to_thread(lambda: [*map(self._read, sequences, choices)])
+        except (ValueError, OverflowError) as error:
+            raise TeacherError(f"teacher.url = {self._url}: an id is none: {error}; is it vLLM?") from None
 
     def _read(self, ids: Sequence[int], choice: _Choice) -> Scored:
         given = choice.prompt_logprobs

@@ -25,6 +25,7 @@ class FakeTeacher:
         value: Replaces each log-prob; None for the right ones.
         name: Of its model.
         key: That requests must carry; None for none.
+        first_id: Stands for the likeliest ids; None for the right ones.
         sequences: Those that were scored, in order.
     """
 
@@ -36,6 +37,7 @@ class FakeTeacher:
         self.value: float | None = None
         self.name = "the/teacher"
         self.key: str | None = None
+        self.first_id: str | None = None
         self.sequences: list[list[int]] = []
         self.asked = 0
 
@@ -69,7 +71,11 @@ class FakeTeacher:
             value = teacher_logprob(ids, place) if self.value is None else self.value
             entries = {str(ids[place]): {"logprob": value, "rank": 99, "decoded_token": "x"}}
             for rank in range(1, top_k + 1):
-                entries[str((ids[place] + rank) % 100)] = {"logprob": -0.5 * rank, "rank": rank, "decoded_token": "x"}
+                entries[self.first_id or str((ids[place] + rank) % 100)] = {
+                    "logprob": -0.5 * rank,
+                    "rank": rank,
+                    "decoded_token": "x",
+                }
             scored.append(entries)
         return {"index": number, "text": "x", "prompt_logprobs": scored[: len(scored) - self.fewer]}
 

@@ -159,6 +159,14 @@ async def test_an_answer_that_is_none_fails_the_ticket_and_nothing_is_recorded(w
     assert [failure.reason for failure in run.queue.failures.values()] == [reasons.TEACHER]
 
 
+async def test_an_id_that_is_none_fails_the_ticket() -> None:
+    teacher = FakeTeacher(TOKENIZER)
+    teacher.first_id = "99999999999"
+    async with teacher.serving() as url:
+        run = await roll(task(), fake(), config=taught(url, top_k=1))
+    assert [failure.reason for failure in run.queue.failures.values()] == [reasons.TEACHER]
+
+
 async def test_a_large_group_is_asked_in_parts() -> None:
     teacher = FakeTeacher(TOKENIZER)
     size = MAX_SEQUENCES * 2 + 1

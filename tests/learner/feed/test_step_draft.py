@@ -529,8 +529,8 @@ def taught(ticket: str, logprob: float = -1.0, k: int = 0) -> Group:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_what_the_teacher_said_stands_at_the_tokens_that_were_sampled(k: int) -> None:
-    settings = {"teacher": {"url": "http://127.0.0.1:9", "top_k": k}, "learner": {"groups_per_step": 2}}
-    draft = Draft(config(LEARNER, settings), 1, 0, "1-1")
+    teacher = {"url": "http://127.0.0.1:9", "top_k": k}
+    draft = Draft(config(LEARNER, teacher=teacher, learner={"groups_per_step": 2}), 1, 0, "1-1")
     others = {"untaught": group("untaught"), "of another k": taught("of another k", k=3)}
     dropped = draft.add([LeasedGroup(of, 0) for of in (*others.values(), taught("a", -1.0, k), taught("b", -2.0, k))])
     assert dropped == dict.fromkeys(others, "no_teacher")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import shlex
 import socket
@@ -124,14 +125,26 @@ def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:
 
 
 def settings(config: RunConfig) -> dict[str, str]:
-    """Return every setting by its name, as text, without the token."""
+    """Return every setting by its name, as text, without the token. `demonstrations.data` is a digest of the file."""
     sections = config.model_dump(mode="json")
-    return {
+    found = {
         f"{section}.{name}": str(value)
         for section, values in sections.items()
         for name, value in values.items()
         if name != "token"
     }
+    data = config.demonstrations.path and _digest_of(Path(config.demonstrations.path))
+    return found | ({"demonstrations.data": data} if data else {})
+
+
+@lru_cache(maxsize=4)
+def _digest_of(path: Path) -> str | None:
+    """Return a digest of a file, as this process has found it first; None for a folder, or a name on the hub."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError:
+        return None
 
 
 def session(

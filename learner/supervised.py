@@ -167,6 +167,7 @@ class _Training:
         self._kept = kept
         self._progress = progress
         self._stop = stop
+        self._settings = start.settings(config)
         self._newest = checkpoint
         self._step = 0 if checkpoint is None else checkpoint.info.step
         self._saved_at = time.monotonic()
@@ -274,7 +275,7 @@ class _Training:
 
     def _write(self, sources: Sources) -> None:
         config, step = self._config, self._step
-        info = CheckpointInfo(step, step, start.settings(config))
+        info = CheckpointInfo(step, step, self._settings)
         with self._progress.phase(f"writing the checkpoint of step {step}"):
             self._newest = checkpoints.save(
                 config.run_dir, info, self._trainer, sources, config.learner.keep_checkpoints

@@ -212,6 +212,13 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     def sampled_tokens(self) -> int:
         return sum(segment.sampled_tokens for segment in self.segments)
 
+    def returns(self, discount: float) -> list[float]:
+        """Return the sum of each turn's reward and the later ones, those k turns later times discount^k."""
+        found: list[float] = []
+        for value in reversed(self.turn_rewards or [*[0.0] * (len(self.turn_ends or ()) - 1), self.reward]):
+            found.append(value + discount * (found[-1] if found else 0.0))
+        return found[::-1]
+
 
 def are_equal(rewards: npt.ArrayLike) -> bool:
     """Return whether finite rewards are equal up to the rounding of sums: 0.1 + 0.2 and 0.3 are."""
@@ -274,13 +281,15 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
                     return True
         return False
 
-    @property
-    def differs_by_turn(self) -> bool:
-        """Whether rewards at turns have told rollouts of a role apart; their sums may be equal."""
-        return any(
-            len({tuple(self.rollouts[number].turn_rewards or ()) for number in numbers}) > 1
-            for numbers in self.by_role().values()
-        )
+    def differs_by_turn(self, discount: float) -> bool:
+        """Whether returns at some turn tell rollouts of a role apart, where one that has ended has its last return. The
+        sums of their rewards may be equal. `discount`: as `learner.credit_discount`."""
+        for numbers in self.by_role().values():
+            returns = [self.rollouts[number].returns(discount) for number in numbers]
+            for turn in range(max(map(len, returns))):
+                if not are_equal([each[min(turn, len(each) - 1)] for each in returns]):
+                    return True
+        return False
 
     def versions(self) -> list[int]:
         """Return every policy version that sampled a token of this group, ascending."""

@@ -21,11 +21,12 @@ from slipstream.rollout_worker.chat.base import ChatFormat, PromptError, text_of
 from slipstream.rollout_worker.chat.parsers.base import REASONING_FIELDS, Message
 from slipstream.rollout_worker.chat.tokenizer import load_tokenizer
 from slipstream.rollout_worker.data.files import load_data_files
-from slipstream.rollout_worker.episodes.limits import EpisodeLimits
+from slipstream.rollout_worker.episodes.limits import EpisodeLimits, size_fault
 from slipstream.rollout_worker.episodes.source import SourceContext
 from slipstream.rollout_worker.episodes.tool_results import cut, markup_of, token_counter
 from slipstream.rollout_worker.sources import source_of
 from slipstream.rollout_worker.task.task import Task, load_task
+from slipstream.rollout_worker.tools.base import as_text
 from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.rollout_worker.user_code import UserCode
 
@@ -70,6 +71,13 @@ class Conversation:
                 raise Unusable(f"{shown}; {_FORM}")
         given = len(parts[0] or ()) if len(parts) == 2 else 0
         messages = [dict(message) for part in parts for message in part or ()]
+        try:
+            json.dumps(messages, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end]
+            raise Unusable(
+                f"a text holds {half!a}, half of a character, which no tokenizer takes; take it out"
+            ) from None
         return cls(messages, given, _tools_of(row.get("tools")))
 
 
@@ -81,7 +89,7 @@ def _tools_of(given: Any) -> list[dict[str, Any]] | None:
         tools = given
     if tools is not None and not (isinstance(tools, list) and all(_name_of(tool) for tool in tools)):
         raise Unusable(f"its tools are {given!r:.80}; give a list of JSON schemas, or leave them out for the task's")
-    return tools
+    return tools and [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def _name_of(tool: Any) -> str | None:
@@ -96,6 +104,7 @@ class _Shown:
     """A tool of which the schema is all that is needed."""
 
     schema: dict[str, Any]
+    origin = "the row"
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         raise NotImplementedError
@@ -144,7 +153,8 @@ async def render(
 
 def _check(messages: Sequence[Message], turns: Sequence[int], tools: ToolBox) -> None:
     if not turns:
-        raise Unusable("it has no assistant's turn to learn; add one, or take the row out")
+        roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages)) or "none"
+        raise Unusable(f"it has no assistant's turn to learn (roles: {roles}); add one, or take the row out")
     if turns[0] == 0:
         raise Unusable("it begins with the assistant's turn; put a user's or a system message before it")
     names = {_name_of(tool) for tool in tools.schemas}
@@ -152,7 +162,16 @@ def _check(messages: Sequence[Message], turns: Sequence[int], tools: ToolBox) ->
         if place and message.get("role") == messages[place - 1].get("role") == "assistant":
             raise Unusable(f"messages {place - 1} and {place} are both the assistant's; join them")
         calls = message.get("tool_calls") or ()
+        if message.get("content") is None and (message.get("role") == "tool" or (place in turns and not calls)):
+            raise Unusable(f"message {place}, of role {message['role']!r}, has no content; give it text")
+        if place in turns and message.get("weight") == 0:
+            raise Unusable(
+                f"message {place} has the weight 0, and all turns after the prompt are learnt: give the messages up to "
+                f"it as `prompt`, and those after it as `completion`"
+            )
         for call in calls if isinstance(calls, list) else ():
+            if place in turns:
+                _check_arguments(call, place)
             if (name := _name_of(call)) is not None and name not in names:
                 there = ", ".join(sorted(filter(None, names))) or "none"
                 raise Unusable(
@@ -161,12 +180,27 @@ def _check(messages: Sequence[Message], turns: Sequence[int], tools: ToolBox) ->
                 )
 
 
+def _check_arguments(call: Any, place: int) -> None:
+    """Refuse a call that no tool could be called with: the policy would learn to write it."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        read = json.loads(given) if isinstance(given, str) and given.strip() else given or None
+    except ValueError:
+        read = given
+    if not isinstance(read, Mapping | None):
+        raise Unusable(f"message {place}: the arguments of {_name_of(call)!r} are {given!r:.80}; give a JSON object")
+
+
 async def _as_in_episodes(message: Message, most: int, chat: ChatFormat) -> Message:
-    """Return a tool's message as `episodes.tool_results` makes it: cut, and with special tokens broken. Other messages
-    stay as they are."""
-    content = message.get("content")
-    if message.get("role") != "tool" or not isinstance(content, str):
+    """Return a tool's message as `episodes.tool_results` makes it: as text, cut, and with special tokens broken. Other
+    messages stay as they are."""
+    if message.get("role") != "tool":
         return message
+    try:
+        content = as_text(message.get("content"))
+    except TypeError as error:
+        raise Unusable(f"a tool's message cannot be read: {error}") from None
     markup, count = markup_of(chat.tokenizer), token_counter(chat.tokenizer)
     content = await cut(content, most, count)
     if (broken := markup.broken(content)) != content:
@@ -297,6 +331,10 @@ async def _loaded(config: RunConfig, task: Task, rows: Sequence[Any]) -> Loaded:
             for number, row in enumerate(rows, start=1):
                 try:
                     conversation = Conversation.of(row)
+                    # Results of tools are cut.
+                    if size_fault([each for each in conversation.messages if each.get("role") != "tool"], most):
+                        lengths[number] = 0  # to count them would take minutes
+                        continue
                     key = json.dumps(conversation.tools, sort_keys=True)
                     if conversation.tools is not None and key not in shown:
                         box = ToolBox([_Shown(schema) for schema in conversation.tools])
@@ -321,9 +359,9 @@ def _too_long(config: RunConfig, lengths: Mapping[int, int], rows: int) -> list[
         return []
     named = ", ".join(str(number) for number in [*lengths][:MAX_NAMED])
     more = f" and {len(lengths) - MAX_NAMED} more" if len(lengths) > MAX_NAMED else ""
+    of = f", of up to {longest} tokens" if (longest := max(lengths.values())) else ""
     text = (
         f"demonstrations.path = {config.demonstrations.path}: {len(lengths)} of {rows} conversations are longer than "
-        f"vllm.max_model_len = {config.vllm.max_model_len} and are left out: rows {named}{more}, of up to "
-        f"{max(lengths.values())} tokens"
+        f"vllm.max_model_len = {config.vllm.max_model_len} and are left out: rows {named}{more}{of}"
     )
     return [Finding("warning", text, "raise vllm.max_model_len, or shorten them")]

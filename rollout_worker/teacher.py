@@ -7,6 +7,7 @@ The teacher is any vLLM server of a model with the same vocabulary. It gets the 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,8 +33,12 @@ _MAX_SHOWN = 300
 # Ids, spread over the vocabulary, that policy and teacher must write alike.
 _COMPARED = 512
 
-# Statuses that a server may give up by itself.
-_PASSING = frozenset({408, 425, 429})
+# Statuses that blame the request, which would get the same answer again. With others the groups wait: a proxy may have
+# no server behind it, or the server another model.
+_REFUSALS = frozenset({400, 413, 422})
+
+# Environment variable with the key that the server was started with, if any (vLLM's --api-key).
+KEY_VARIABLE = "TEACHER_API_KEY"
 
 _CHECKED_WITHIN_S = 60.0
 
@@ -97,7 +102,8 @@ class Teacher:
         url: Its address.
         notify: Told once why no log-probs come, while they do not.
         pause_s: Seconds before the next attempt, by the number of attempts.
-        token: Bearer token that is sent to it; None for none.
+        token: Bearer token that is sent to it; None for that of TEACHER_API_KEY, if any.
+        tokenizer: The policy's, whose vocabulary the server's model must have; None where `check` gives it.
     """
 
     def __init__(
@@ -108,14 +114,16 @@ class Teacher:
         pause_s: Callable[[int], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         token: str | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token
         self._top_k = section.top_k
         self._sequences = max(1, MAX_SEQUENCES // (1 + section.top_k))
         self._prompt, self._timeout_s = section.prompt, section.timeout_s
         self._notify, self._pause_s, self._sleep = notify, pause_s, sleep
         self._free = asyncio.Semaphore(MAX_REQUESTS)
+        self._tokenizer = tokenizer
         self._model: str | None = None
 
     async def teach(self, episodes: Sequence[Episode], columns: Mapping[str, Any]) -> None:
@@ -181,14 +189,13 @@ class Teacher:
                     return await self._ask(sequences)
             except _Passing as error:
                 self._notify(str(error))
+            self._model = None  # it may be started again with another one
             await self._sleep(self._pause_s(attempt))
             attempt += 1
 
     async def _ask(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
-        if self._model is None:
-            self._model = (await self._models())[0].id
         body = {
-            "model": self._model,
+            "model": self._model or (await self._find()).id,
             "prompt": [list(ids) for ids in sequences],
             "max_tokens": 1,
             "temperature": 0,
@@ -201,7 +208,10 @@ class Teacher:
             raise TeacherError(
                 f"teacher.url = {self._url}: {len(choices)} answers for {len(sequences)} sequences; is it vLLM?"
             )
-        return await asyncio.to_thread(lambda: [*map(self._read, sequences, choices)])
+        try:
+            return await asyncio.to_thread(lambda: [*map(self._read, sequences, choices)])
+        except (ValueError, OverflowError) as error:
+            raise TeacherError(f"teacher.url = {self._url}: an id is none: {error}; is it vLLM?") from None
 
     def _read(self, ids: Sequence[int], choice: _Choice) -> Scored:
         given = choice.prompt_logprobs
@@ -226,11 +236,14 @@ class Teacher:
                     found.top[place, entry.rank - 1] = entry.logprob
         return found
 
-    async def _models(self) -> list[_Model]:
+    async def _find(self) -> _Model:
+        """Return the server's model, which has the policy's vocabulary."""
         models = (await self._get("/v1/models", _Models)).data
         if not models:
             raise TeacherError(f"teacher.url = {self._url}: it serves no model; look at its log")
-        return models
+        await self._check_vocabulary(models[0].id)
+        self._model = models[0].id
+        return models[0]
 
     async def check(self, tokenizer: Any, context: int) -> str | None:
         """Try the teacher before a run.
@@ -246,16 +259,15 @@ class Teacher:
         """
         try:
             async with asyncio.timeout(_CHECKED_WITHIN_S):
-                model = (await self._models())[0]
-                self._model = model.id
-                await self._check_vocabulary(tokenizer)
+                self._tokenizer = tokenizer
+                model = await self._find()
                 (scored,) = await self._ask([compared_ids(tokenizer)[:8]])
         except TimeoutError:
             raise ConfigError(
                 f"teacher.url = {self._url}: no answer within {_CHECKED_WITHIN_S:g} s; look at the server's log"
             ) from None
         except _Passing as error:
-            raise ConfigError(f"{error}; start it with: slipstream serve MODEL --port PORT") from None
+            raise ConfigError(f"{error}; a teacher is started with: slipstream serve MODEL --port PORT") from None
         except TeacherError as error:
             raise ConfigError(str(error)) from None
         if not np.isfinite(scored.logprobs[1:]).all() or not np.isfinite(scored.top[1:]).all():
@@ -267,11 +279,11 @@ class Teacher:
             )
         return None
 
-    async def _check_vocabulary(self, tokenizer: Any) -> None:
-        body = {"model": self._model, "tokens": compared_ids(tokenizer)}
+    async def _check_vocabulary(self, model: str) -> None:
+        body = {"model": model, "tokens": compared_ids(self._tokenizer)}
         theirs = (await self._post("/detokenize", body, _Text)).prompt
-        if differs := difference(tokenizer, theirs):
-            raise TeacherError(f"teacher.url = {self._url}: {self._model} {differs}")
+        if differs := difference(self._tokenizer, theirs):
+            raise _Passing(f"teacher.url = {self._url}: {model} {differs}")
 
     async def _get(self, route: str, kind: type[_T]) -> _T:
         return await self._request("GET", route, None, kind)
@@ -283,7 +295,9 @@ class Teacher:
         """Raises `_Passing` where the server may answer later, and `TeacherError` where it will not."""
         import aiohttp  # a child process that runs a tool need not wait for it
 
-        headers = {"Content-Type": "application/json", **self._headers}
+        headers = {"Content-Type": "application/json"}
+        if token := self._token or os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {token}"
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
@@ -298,7 +312,9 @@ class Teacher:
         if status != 200:
             words = answer[:_MAX_SHOWN].decode("utf-8", "replace")
             text = f"teacher.url = {self._url}: {route} answers {status}: {words}"
-            raise _Passing(text) if status >= 500 or status in _PASSING else TeacherError(text)
+            if status in (401, 403):
+                text += f"; set {KEY_VARIABLE} in the environment"
+            raise TeacherError(text) if status in _REFUSALS else _Passing(text)
         try:
             return msgspec.json.decode(answer, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -306,7 +322,9 @@ class Teacher:
 
 
 def filled(prompt: str, columns: Mapping[str, Any]) -> str:
-    """Put a row's columns into `teacher.prompt`. Raises `PromptError` for a column that the row does not have."""
+    """Put a row's columns into `teacher.prompt`. Raises `PromptError` for a column that the row does not have, or of
+    which it has None."""
+    columns = {name: value for name, value in columns.items() if value is not None}
     try:
         return prompt.format_map(columns)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:

@@ -52,6 +52,8 @@ _HEARTBEAT_S = 10.0
 # Until a server serves there is nothing to do, and only a heartbeat says when one does.
 _IDLE_HEARTBEAT_S = 1.0
 _FAILURES_BEFORE_PAUSE = 8
+# Characters of a teacher's failure by which two are alike: its URL, the route and the status.
+_TEACHER_KEY = 100
 
 
 class UserCodeShutOff(RuntimeError):
@@ -145,10 +147,11 @@ class Worker:
             teacher=Teacher(
                 url,
                 config.teacher,
-                lambda text: self._notices.add("teacher", reasons.SERVER, text),
+                lambda text: self._notices.add("teacher", text[:_TEACHER_KEY], text),
                 retry_pause_s,
                 sleep,
                 config.token_for("worker") if config.teacher.path else None,
+                source.chat.tokenizer,
             )
             if (url := config.teacher_url)
             else None,

@@ -7,8 +7,10 @@ step. Conversations are taken as the worker kept them, so those of which a part 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,18 +19,19 @@ import typer
 
 from slipstream.deploy.commands.report import run_dir_of
 from slipstream.protocol.config import ConfigError
-from slipstream.protocol.rollouts import CUT, FILE_NAME, read_messages
+from slipstream.protocol.rollouts import CUT, FILE_NAME, TURN_REWARD, read_messages
 from slipstream.protocol.trained_record import RECORD_FOLDER, RecordError, read_record
 
 # Rollouts that the policy has ended itself.
 _ENDED = ("stop", "turn_limit")
 
-CUT_SHORT, UNENDED, NOT_KEPT, IMAGES, TEXT = (
+CUT_SHORT, UNENDED, NOT_KEPT, IMAGES, TEXT, CONTINUED = (
     "not kept whole",
     "ran out of tokens or time",
     "without messages (worker.keep_messages = false)",
     "with images",
     "with a prompt of text",
+    "with an answer that the prompt begins",
 )
 
 
@@ -48,6 +51,8 @@ def demos(
     out: Annotated[Path, typer.Option(metavar="FILE", help="file to write")] = Path("demos.jsonl"),
 ) -> None:
     """Write the good rollouts of a run as a file for `slipstream sft`."""
+    if math.isnan(min_reward):
+        raise ConfigError("--min-reward nan: every reward would pass; give a number")
     if out.exists():
         raise ConfigError(f"--out {out}: there is such a file already; choose another, or delete it")
     run_dir = run_dir_of(from_run)
@@ -69,7 +74,15 @@ def demos(
     if not lines:
         highest = "" if best is None else f", the best reward is {best:g}"
         raise ConfigError(f"--min-reward {min_reward:g}: none of the {looked_at} rollouts in {run_dir}{highest}{why}")
-    out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        unfinished.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise ConfigError(f"--out {out}: it cannot be written: {error.strerror}; choose another") from None
     typer.echo(f"{out}: {len(lines)} conversations of {looked_at} rollouts, each once{why}")
 
 
@@ -99,7 +112,9 @@ def conversation_of(rollout: Kept) -> dict[str, Any] | str:
 
     The policy's are the last `turns` messages of the assistant: a prompt may hold such messages too.
     """
-    messages = rollout.messages
+    messages = [
+        {name: value for name, value in message.items() if name != TURN_REWARD} for message in rollout.messages or ()
+    ]
     if not messages:
         return NOT_KEPT
     if rollout.finish_reason not in _ENDED:
@@ -114,6 +129,8 @@ def conversation_of(rollout: Kept) -> dict[str, Any] | str:
     if not 0 < rollout.turns <= len(spoken):
         return CUT_SHORT
     first, last = spoken[-rollout.turns], spoken[-1]
+    if first and messages[first - 1].get("role") == "assistant":
+        return CONTINUED
     return {"prompt": messages[:first], "completion": messages[first : last + 1], "reward": rollout.reward}
 
 

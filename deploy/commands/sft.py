@@ -11,6 +11,7 @@ import typer
 from slipstream.deploy.checks.learning_rates import parameters_of
 from slipstream.deploy.commands.arguments import Resume, print_findings
 from slipstream.deploy.commands.look import RunFilePath
+from slipstream.deploy.run import run_directory
 from slipstream.deploy.run.process_keeper import RunFailed
 from slipstream.deploy.servers import devices, probes
 from slipstream.protocol import access
@@ -34,15 +35,17 @@ def sft(
     config = devices.settle_learner(without_servers(config), typer.echo)
     from slipstream.learner.ranks.liveness import RankLost
     from slipstream.learner.ranks.stopping import LearnerFailed
-    from slipstream.learner.supervised import train
+    from slipstream.learner.supervised import SUFFIX, train
 
     rate = config.demonstrations.learning_rate or supervised_rate(parameters_of(config.model), config.lora.r > 0)
     typer.echo(
         f"{len(found)} conversations of {config.demonstrations.path}, {config.demonstrations.epochs:g} epochs, steps "
         f"of {config.demonstrations.batch_size}, learning rate {rate:g}"
     )
+    own = config.run.model_copy(update={"name": config.run.name + SUFFIX})
     try:
-        model = train(config, found, rate, resume)
+        with run_directory.held_alone(config.model_copy(update={"run": own})):
+            model = train(config, found, rate, resume)
     except (LearnerFailed, RankLost) as error:
         raise RunFailed(str(error)) from error
     path = os.path.relpath(model)

@@ -343,7 +343,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
     pairs = np.concatenate(positions) << 32 | np.concatenate(targets)
     masks = _masks([samples[index] for index in paths.order])
     first = scored = np.arange(len(pairs))
-    if masks is None:
+    if masks is None and not top:  # both belong to one token of one sequence
         pairs, first, scored = np.unique(pairs, return_index=True, return_inverse=True)
     teacher_ids, teacher_top = (np.concatenate(column) for column in zip(*top, strict=True)) if top else (None, None)
     behaviour, staleness, fresh, rollout, server = (np.concatenate(column) for column in zip(*entries, strict=True))

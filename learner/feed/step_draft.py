@@ -213,7 +213,7 @@ class Draft:
         sequences = [
             sample
             for number, of in enumerate(standing)
-            for sample in _sequences(of, number, rollouts, images, self._routed)
+            for sample in _sequences(of, number, rollouts, images, self._routed, self._config.teacher.is_on)
         ]
         ranks = self._config.learner.ranks
         rows = pack(sequences, budget, branches=self._branches, ranks=ranks)
@@ -340,8 +340,14 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
 
 
 def _sequences(
-    standing: _Standing, group: int, rollouts: StepRollouts, images: StepImages, routed: RoutedLayers | None
+    standing: _Standing,
+    group: int,
+    rollouts: StepRollouts,
+    images: StepImages,
+    routed: RoutedLayers | None,
+    is_taught: bool,
 ) -> Iterator[Sample]:
+    """Yield a group's samples. `is_taught`: whether the run has a teacher; groups of one that it had may be left."""
     first = int(np.searchsorted(rollouts.groups, group))
     numbered = [
         (segment, first + place, turns)
@@ -363,7 +369,7 @@ def _sequences(
                 images=shown,
                 mask=SampledFrom.of(segment),
                 turns=turns,
-                **_of_teacher(segment),
+                **(_of_teacher(segment) if is_taught else {}),
             )
 
 

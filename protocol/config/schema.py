@@ -163,6 +163,11 @@ class RunConfig(Section):
                 f"teacher.top_k = {self.teacher.top_k} with rollout.top_k = {rollout.top_k}: the teacher's ids may be "
                 f"ones that the policy could not sample; leave out one of them"
             )
+        if self.teacher.is_on and self.images.enabled:
+            raise ValueError(
+                "images.enabled = true with teacher.url: a teacher is sent token ids, without the images that they "
+                "stand for; leave out one of them"
+            )
         checks.check_algorithm(learner)
         checks.check_optimisation(learner)
         if learner.shard_weights and self.model.train_vision:

@@ -228,7 +228,8 @@ def _read(
     besides. `learner`: says what advantages compare."""
     arrival = validation.read(body, record, rules)
     shown = windows.pick_rollouts(arrival.group, step) if picked else None
-    outcome = GroupOutcome.of(arrival.group, learner.advantage == "gdpo", learner.credit != "episode")
+    discount = None if learner.credit == "episode" else learner.credit_discount
+    outcome = GroupOutcome.of(arrival.group, learner.advantage == "gdpo", discount)
     return arrival, outcome, shown
 
 

@@ -156,9 +156,13 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     offered: bool = False
 
     @classmethod
-    def of(cls, group: Group, apart: bool = False, by_turn: bool = False) -> Self:
-        """Make it of a group. `apart`, `by_turn`: whether rewards are equal only if those of each function are, or
-        those at each turn."""
+    def of(cls, group: Group, apart: bool = False, discount: float | None = None) -> Self:
+        """Make it of a group.
+
+        Args:
+            apart: Whether rewards are equal only if those of each function are.
+            discount: With credit by turn, that of later rewards: then they are equal only if those at each turn are.
+        """
         rewards = [rollout.reward for rollout in group.rollouts]
         counts: defaultdict[tuple[str, str], float] = defaultdict(float)
         for rollout in group.rollouts:
@@ -170,7 +174,7 @@ class GroupOutcome(msgspec.Struct, frozen=True):
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
         callers = sum(rollout.tool_calls > 0 for rollout in group.rollouts)
         offered = any(TOOLS_OFFERED in rollout.metrics for rollout in group.rollouts)
-        apart = (apart and group.differs_by_function) or (by_turn and group.differs_by_turn)
+        apart = (apart and group.differs_by_function) or (discount is not None and group.differs_by_turn(discount))
         equal = group.is_flat and not apart and not group.is_taught
         return cls(fmean(rewards), equal, dict(finished), tools, callers, offered)
 

@@ -118,11 +118,11 @@ def _numbers_of_parts(rows: Rows, shares: Mapping[str, float], column: str) -> d
     """Return the numbers of the rows of each part, int64, in the order of the parts' names."""
     try:
         names = [str(value) for value in rows.column(column)]
-    except KeyError:
+    except KeyError as error:
         columns = ", ".join(sorted(str(name) for _, row in rows.sample(1) for name in row))
         raise ConfigError(
-            f"task.mix_column = {column!r}: the rows have no such column, which task.mix needs to know the part of "
-            f"each; they have {columns}: add it, or name another"
+            f"task.mix_column = {column!r}: row {error.args[0]} has no such column, which task.mix needs to know the "
+            f"part of each; the first row has {columns}: add it, or name another"
         ) from None
     except (Exception, SystemExit) as error:  # the data set is the user's
         raise ConfigError(
@@ -133,8 +133,8 @@ def _numbers_of_parts(rows: Rows, shares: Mapping[str, float], column: str) -> d
     for number, name in enumerate(names):
         if name not in found:
             raise ConfigError(
-                f"task.mix: row {number} is of the part {name!r}, and there are shares of {', '.join(found)} alone; "
-                f"give it one, 0 to leave it out"
+                f"task.mix: row {number} is of the part {name!r:.80}, and there are shares of {', '.join(found)} "
+                f"alone; give it one, 0 to leave it out"
             )
         found[name].append(number)
     for name, numbers in found.items():

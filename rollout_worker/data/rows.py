@@ -106,7 +106,8 @@ class Rows(Protocol):
         ...
 
     def column(self, name: str) -> Sequence[Any]:
-        """Return a column of all rows, if `by_number`. Raises `KeyError` where there is none."""
+        """Return a column of all rows, if `by_number`. Raises `KeyError` with the number of the first row that lacks
+        it."""
         ...
 
 
@@ -144,7 +145,13 @@ class Table:
     def column(self, name: str) -> Sequence[Any]:
         if name in (getattr(self._rows, "column_names", None) or ()):  # a data set of `datasets`, read by columns
             return list(self._rows[name])
-        return [self._rows[number][name] for number in range(self.size)]
+        values = []
+        for number in range(self.size):
+            row = self._rows[number]
+            if name not in row:
+                raise KeyError(number)
+            values.append(row[name])
+        return values
 
     def _read_batch(self, numbers: list[int]) -> list[tuple[int, Any]]:
         """Read several rows at once where the data set can: six times as fast for Arrow tables. Raises `_Broken`."""

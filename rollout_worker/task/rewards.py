@@ -154,7 +154,9 @@ def _checked(
         if issubclass(type(values), _NO_LISTS):
             raise TypeError(f"it is a {type_name(values)}")
         # Reading one value beyond the count shows that there are too many, even of values without end.
-        rewards = [_number_or_turns(value) for value in islice(values, size + 1)]
+        given = [*islice(values, size + 1)]
+        by_turn = any(isinstance(value, list | tuple) or (_is_array(value) and len(value) > 1) for value in given)
+        rewards = [_number_or_turns(value, by_turn) for value in given]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
         raise RewardError(name, text, NOT_NUMBERS, user_code.defined_at(function)) from None
@@ -186,12 +188,17 @@ def _checked(
     return rewards
 
 
-def _number_or_turns(value: Any) -> float | list[float] | None:
-    """Read the reward of a rollout: a number, None, or one number per turn, also as an array of several."""
+def _is_array(value: Any) -> bool:
+    return getattr(value, "ndim", 0) == 1
+
+
+def _number_or_turns(value: Any, by_turn: bool) -> float | list[float] | None:
+    """Read the reward of a rollout: a number, None, or one number per turn. An array of one number is a number, unless
+    others are `by_turn`."""
     if value is None:
         return None
-    is_array = getattr(value, "ndim", 0) == 1 and len(value) > 1
-    return [as_number(number) for number in value] if is_array or isinstance(value, list | tuple) else as_number(value)
+    is_list = isinstance(value, list | tuple) or (by_turn and _is_array(value))
+    return [as_number(number) for number in value] if is_list else as_number(value)
 
 
 class RewardFunctions:
@@ -357,6 +364,11 @@ def build_rewards(
     has_none = not rewards and options.get("own", ()) == ()
     if has_none and not config.teacher.is_on:
         raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function, or set teacher.url")
+    if has_none and config.learner.keep_best:
+        raise ConfigError(
+            f"learner.keep_best = true with Task(rewards={rewards!r}): the best checkpoint is that of the highest "
+            f"reward, and a teacher alone gives none; give a reward function, or leave learner.keep_best out"
+        )
     if has_none and config.task.order == "learnable":
         raise ConfigError(
             f'task.order = "learnable" with Task(rewards={rewards!r}): rows are chosen by how their rewards differ, '

@@ -77,7 +77,7 @@ class GuardedTool:
 
     def __init__(self, tool: Tool, code: UserCode) -> None:
         self.schema = tool.schema
-        self.origin = f"a {type(tool).__name__} of the task"
+        self.origin = getattr(tool, "origin", f"a {type(tool).__name__} of the task")
         self.read: Callable[[object], Content] = as_text
         self._tool = tool
         self._code = code

@@ -23,6 +23,9 @@ class FakeTeacher:
         answers: Status codes of the next answers to completions; 0 to answer never. After these, answers succeed.
         fewer: Log-probs that an answer leaves out at its end.
         value: Replaces each log-prob; None for the right ones.
+        name: Of its model.
+        key: That requests must carry; None for none.
+        first_id: Stands for the likeliest ids; None for the right ones.
         sequences: Those that were scored, in order.
     """
 
@@ -32,11 +35,16 @@ class FakeTeacher:
         self.answers: list[int] = []
         self.fewer = 0
         self.value: float | None = None
+        self.name = "the/teacher"
+        self.key: str | None = None
+        self.first_id: str | None = None
         self.sequences: list[list[int]] = []
         self.asked = 0
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "the/teacher", "max_model_len": self.max_model_len}]})
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response({"data": [{"id": self.name, "max_model_len": self.max_model_len}]})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -44,8 +52,9 @@ class FakeTeacher:
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
-        assert body["model"] == "the/teacher"
         self.asked += 1
+        if body["model"] != self.name:
+            return web.json_response({"error": {"message": "there is no such model"}}, status=404)
         status = self.answers.pop(0) if self.answers else 200
         if not status:
             await asyncio.Event().wait()
@@ -62,7 +71,11 @@ class FakeTeacher:
             value = teacher_logprob(ids, place) if self.value is None else self.value
             entries = {str(ids[place]): {"logprob": value, "rank": 99, "decoded_token": "x"}}
             for rank in range(1, top_k + 1):
-                entries[str((ids[place] + rank) % 100)] = {"logprob": -0.5 * rank, "rank": rank, "decoded_token": "x"}
+                entries[self.first_id or str((ids[place] + rank) % 100)] = {
+                    "logprob": -0.5 * rank,
+                    "rank": rank,
+                    "decoded_token": "x",
+                }
             scored.append(entries)
         return {"index": number, "text": "x", "prompt_logprobs": scored[: len(scored) - self.fewer]}
 

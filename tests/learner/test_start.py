@@ -193,3 +193,15 @@ def test_arguments_with_which_it_starts_anew_are_named(
         "adamw_torch_fused kept: it starts again"
     )
     assert (told in said) is anew
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_resume_names_demonstrations_that_are_others(tmp_path: Path, same: bool) -> None:
+    """Whatever the file is called: the order of the conversations, and which are held out, follow from the data."""
+    before, now = tmp_path / "before.jsonl", tmp_path / "now.jsonl"
+    before.write_text("one")
+    now.write_text("one" if same else "two")
+    then, here = (config(demonstrations={"path": str(path)}) for path in (before, now))
+    told = start.changed(here, CheckpointInfo(2, 2, start.settings(then)))
+    assert any(line.startswith("demonstrations.data = ") for line in told) is not same
+    assert "demonstrations.data" not in start.settings(config(demonstrations={"path": str(tmp_path)}))

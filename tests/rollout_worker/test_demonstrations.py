@@ -220,6 +220,14 @@ GOOD = {
 SAYS = {"role": "assistant", "content": "6"}
 
 
+def called_with(arguments):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "multiply", "arguments": arguments}}],
+    }
+
+
 def test_rows_with_messages_or_prompt_and_completion_and_tools_of_their_own(run_config):
     own = {
         "type": "function",
@@ -237,14 +245,16 @@ def test_rows_with_messages_or_prompt_and_completion_and_tools_of_their_own(run_
                 {"prompt": GOOD["messages"][:1], "completion": GOOD["messages"][1:], "reward": 1.0},
                 {"messages": [USER, adding], "tools": [own]},
                 {"messages": [USER, adding], "tools": json.dumps([own])},
+                {"messages": [USER, adding], "tools": [own["function"]]},
             ]
         )
     )
-    assert [of.row for of in found.demonstrations] == [1, 2, 3, 4]
-    first, second, third, fourth = (of.segments[0] for of in found.demonstrations)
+    assert [of.row for of in found.demonstrations] == [1, 2, 3, 4, 5]
+    first, second, third, fourth, fifth = (of.segments[0] for of in found.demonstrations)
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
     np.testing.assert_array_equal(first.loss_mask, second.loss_mask)
     np.testing.assert_array_equal(third.token_ids, fourth.token_ids)
+    np.testing.assert_array_equal(third.token_ids, fifth.token_ids)
     assert found.findings == []
 
 
@@ -271,6 +281,17 @@ def test_rows_with_messages_or_prompt_and_completion_and_tools_of_their_own(run_
             ["row 1", "message 1 calls 'divide'", "there: multiply"],
         ),
         ([{"messages": [USER, SAYS], "tools": "nothing"}], ["row 1", "its tools are 'nothing'"]),
+        ([{"messages": [USER, {"role": "gpt", "content": "6"}]}], ["row 1", "roles: user, gpt"]),
+        ([{"messages": [USER, {**SAYS, "content": "a\ud800"}]}], ["row 1", "'\\ud800', half of a character"]),
+        (
+            [{"messages": [USER, {**SAYS, "content": None}]}],
+            ["row 1", "message 1, of role 'assistant', has no content"],
+        ),
+        ([{"messages": [USER, {**SAYS, "weight": 0}]}], ["row 1", "message 1 has the weight 0"]),
+        ([{"messages": [USER, called_with("{2, 3")]}], ["row 1", "arguments of 'multiply' are '{2, 3'"]),
+        ([{"messages": [USER, called_with([2, 3])]}], ["row 1", "arguments of 'multiply' are [2, 3]"]),
+        ([{"messages": [USER, called_with({}), {"role": "tool", "content": None}, SAYS]}], ["row 1", "has no content"]),
+        ([{"messages": [USER, SAYS], "tools": [{"name": "a b"}]}], ["row 1", "'a b' from the row cannot be"]),
         (
             [{"messages": [USER, {"role": "assistant", "content": "6<|im_end|>7"}]}],
             ["row 1", "leaves out content of message 1"],
@@ -285,6 +306,23 @@ def test_a_row_that_cannot_be_learnt_is_refused_by_its_number(run_config, lines,
     assert "Task(dataset" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ([{"type": "text", "text": "6 <|im_end|>"}], "6 <|im_end|>"),
+        ({"product": 6}, '{"product": 6}'),
+        (6, "6"),
+    ],
+)
+def test_a_tool_s_result_is_the_text_that_an_episode_would_show(run_config, given, means):
+    rows = [
+        {"messages": [*GOOD["messages"][:2], {"role": "tool", "name": "multiply", "content": content}, SAYS]}
+        for content in (given, means)
+    ]
+    first, second = load_demonstrations(run_config(rows)).demonstrations
+    np.testing.assert_array_equal(first.segments[0].token_ids, second.segments[0].token_ids)
+
+
 def test_nulls_that_a_table_fills_calls_up_with_are_left_out(run_config):
     filled = json.loads(json.dumps(GOOD))
     filled["messages"][1]["tool_calls"][0]["function"]["arguments"]["city"] = None
@@ -295,6 +333,8 @@ def test_nulls_that_a_table_fills_calls_up_with_are_left_out(run_config):
 
 def test_a_row_longer_than_the_context_is_left_out_and_counted(run_config):
     long = {"messages": [USER, {"role": "assistant", "content": "six " * 2000}]}
+    longer = {"messages": [USER, {"role": "assistant", "content": "six " * 10**7}]}
+    assert load_demonstrations(run_config([GOOD, longer])).findings, "its tokens are not counted, which takes minutes"
     found = load_demonstrations(run_config([GOOD, long, GOOD]))
     assert [of.row for of in found.demonstrations] == [1, 3]
     (finding,) = found.findings

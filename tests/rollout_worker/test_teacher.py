@@ -77,7 +77,9 @@ async def test_a_prompt_that_cannot_be_shown_is_refused() -> None:
         await heads(chat, "Multiply.", "It is 408.")
     for wrong in ("{missing}", "{", "{answer.missing}", "{0}"):
         with pytest.raises(PromptError):
-            filled(wrong, {"answer": 408})
+            filled(wrong, {"answer": 408, "other": 1})
+    with pytest.raises(PromptError):  # a table fills missing values up with None
+        filled("{answer}", {"answer": None})
     assert filled("{{{answer}}}", {"answer": 408}) == "{408}"
 
 
@@ -93,9 +95,44 @@ async def test_groups_wait_for_a_teacher_that_does_not_answer_and_none_is_lost()
     assert len(run.queue.groups) == 2
     assert run.queue.failures == {}
     check_labels(run)
-    (notice,) = (notice for notice in run.worker.report().notices if notice.kind == "teacher")
-    assert url in notice.text
+    notices = [notice.text for notice in run.worker.report().notices if notice.kind == "teacher"]
+    assert len(notices) == 4, "each cause is told"
+    assert all(url in text for text in notices)
     assert run.worker.capacity.free == run.worker.capacity.total
+
+
+@pytest.mark.parametrize("another", ["vocabulary", "name", "status"])
+async def test_a_teacher_that_comes_back_as_another_is_used_only_with_the_policy_s_vocabulary(another: str) -> None:
+    """Meanwhile groups wait: what it is after that may be right again."""
+    teacher = FakeTeacher(TOKENIZER)
+    pauses = 0
+
+    async def restarted(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if another == "vocabulary":
+            teacher.tokenizer = stand_in_tokenizer(["<s>"], "<s>") if pauses < 3 else TOKENIZER
+        elif another == "name":
+            teacher.name = "the/same under another name"
+
+    teacher.answers = {"vocabulary": [500], "name": [404], "status": [401, 403, 404, 502]}[another]
+    async with teacher.serving() as url:
+        run = await roll(task(), fake(), tickets=2, config=taught(url), sleep=restarted)
+    assert len(run.queue.groups) == 2
+    assert run.queue.failures == {}
+    assert pauses >= {"vocabulary": 3, "name": 1, "status": 4}[another]
+    check_labels(run)
+    if another == "vocabulary":
+        assert any("another vocabulary" in notice.text for notice in run.worker.report().notices)
+
+
+async def test_a_teacher_s_key_is_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = FakeTeacher(TOKENIZER)
+    teacher.key = "secret"
+    with pytest.raises(ConfigError, match="TEACHER_API_KEY"):
+        await checked(teacher)
+    monkeypatch.setenv("TEACHER_API_KEY", "secret")
+    assert await checked(teacher) is None
 
 
 async def test_a_worker_that_waits_for_its_teacher_holds_no_slot_and_can_be_stopped() -> None:
@@ -119,6 +156,14 @@ async def test_an_answer_that_is_none_fails_the_ticket_and_nothing_is_recorded(w
     async with teacher.serving() as url:
         run = await roll(task(), fake(), config=taught(url))
     assert not run.queue.groups
+    assert [failure.reason for failure in run.queue.failures.values()] == [reasons.TEACHER]
+
+
+async def test_an_id_that_is_none_fails_the_ticket() -> None:
+    teacher = FakeTeacher(TOKENIZER)
+    teacher.first_id = "99999999999"
+    async with teacher.serving() as url:
+        run = await roll(task(), fake(), config=taught(url, top_k=1))
     assert [failure.reason for failure in run.queue.failures.values()] == [reasons.TEACHER]
 
 
@@ -171,3 +216,5 @@ async def test_with_top_k_each_sampled_token_brings_the_teacher_s_likeliest_ids(
 def test_settings_of_a_teacher_that_is_not_there_are_refused() -> None:
     with pytest.raises(Exception, match=r"teacher\.prompt without a teacher"):
         config(WORKER, teacher={"prompt": "It is {answer}."})
+    with pytest.raises(Exception, match=r"images\.enabled = true with teacher\.url"):
+        config(WORKER, teacher={"url": "http://127.0.0.1:9"}, images={"enabled": True})

@@ -321,7 +321,10 @@ def load_port(script: str) -> str:
     [
         ([], "cluster.image is not set: build deploy/Containerfile"),
         (["--cluster.image", "x", "--queue.store", ":memory:"], "queue.store = :memory:: a pod that is started again"),
-        (["--cluster.image", "x", "--teacher.path", "org/large"], "teacher.path: `up` serves a teacher on this machine"),
+        (
+            ["--cluster.image", "x", "--teacher.path", "org/large"],
+            "teacher.path: `up` serves a teacher on this machine",
+        ),
         (
             ["--cluster.image", "x", "--cluster.learner_nodes", "2"],
             "cluster.learner_nodes = 2: learner.ranks = 1 cannot be divided among them; choose a number",

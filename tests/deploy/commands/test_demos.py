@@ -10,10 +10,20 @@ import msgspec
 import pytest
 
 from slipstream.deploy.commands import demos as command
-from slipstream.deploy.commands.demos import CUT_SHORT, IMAGES, NOT_KEPT, TEXT, UNENDED, Kept, conversation_of, demos
+from slipstream.deploy.commands.demos import (
+    CONTINUED,
+    CUT_SHORT,
+    IMAGES,
+    NOT_KEPT,
+    TEXT,
+    UNENDED,
+    Kept,
+    conversation_of,
+    demos,
+)
 from slipstream.protocol import codec
 from slipstream.protocol.config import ConfigError
-from slipstream.protocol.rollouts import FILE_NAME, RolloutView
+from slipstream.protocol.rollouts import FILE_NAME, TURN_REWARD, RolloutView
 from slipstream.protocol.trained_record import RECORD_FOLDER, RECORD_MAGIC, Head, record_part, write_entry
 from tests.kit.messages import group
 
@@ -47,6 +57,7 @@ def test_the_policys_turns_are_the_last_ones() -> None:
         ("stop", 2, [USER, SAYS], CUT_SHORT),
         ("stop", 1, [{"role": "prompt", "content": "2 by 3"}, SAYS], TEXT),
         ("stop", 1, [{"role": "user", "content": [{"type": "image", "image": {}}]}, SAYS], IMAGES),
+        ("stop", 1, [USER, {"role": "assistant", "content": "2 by 3 is "}, SAYS], CONTINUED),
     ],
 )
 def test_a_conversation_that_is_not_whole_is_none(reason: str, turns: int, messages: Any, why: str) -> None:
@@ -103,3 +114,16 @@ def test_a_run_without_good_rollouts_is_told_with_its_best_reward(tmp_path: Path
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"there is neither record nor rollouts\.jsonl"):
         demos(tmp_path / "empty", 0.5, tmp_path / "demos.jsonl")
+
+
+@pytest.mark.parametrize(("least", "out"), [(float("nan"), "demos.jsonl"), (0.1, "no folder/demos.jsonl")])
+def test_what_cannot_be_followed_is_refused_and_nothing_is_written(tmp_path: Path, least: float, out: str) -> None:
+    record_of(tmp_path, [0.1, 0.2, 0.3])
+    with pytest.raises(ConfigError):
+        demos(tmp_path, least, tmp_path / out)
+    assert not (tmp_path / out).exists()
+
+
+def test_a_reward_at_a_turn_is_no_part_of_its_message() -> None:
+    found = conversation_of(Kept(1.0, "stop", 1, [USER, {**SAYS, TURN_REWARD: 1.0}]))
+    assert found == {"prompt": [USER], "completion": [SAYS], "reward": 1.0}

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.cli import app
+from slipstream.deploy.run.run_directory import LAUNCHER_LOCK
 from slipstream.protocol.config.learning_rates import SUPERVISED_UNKNOWN, supervised_rate, usual_rates
+from slipstream.rollout_queue.store.base import hold_lock_file
 from tests.deploy.conftest import run_directory
 from tests.deploy.typed import output
 from tests.kit.fake_vllm.tokenizer import save_model_folder
@@ -75,6 +77,13 @@ def test_data_that_cannot_be_learnt_is_one_line_with_code_2(run_file: Path, rows
     assert message.startswith("slipstream: demonstrations.path = ")
     assert says in message
     assert not run_directory(run_file).with_name("small-sft").exists()
+
+
+def test_two_trainings_in_one_directory_are_refused(run_file: Path) -> None:
+    with hold_lock_file(run_directory(run_file).with_name("small-sft") / LAUNCHER_LOCK):
+        code, said = output("sft", str(run_file), "--data", str(data_file(run_file, ROW, ROW)))
+    assert code == 2, said
+    assert "small-sft is in use by another launcher" in said
 
 
 def test_without_data_the_option_is_named(run_file: Path) -> None:

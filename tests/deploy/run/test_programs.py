@@ -80,7 +80,11 @@ def test_the_teacher_of_a_path_is_a_server_of_the_run_with_its_own_flags(
     command = [*teacher.command[len(processes.SLIPSTREAM) :]]
     assert command[:2] == ["serve", "/models/large"]
     assert command[-2:] == ["--dtype", "half"]
-    for flags in (["--port", "7102"], ["--max-logprobs", "40"], ["--middleware", RequireToken.__module__ + ".RequireToken"]):
+    for flags in (
+        ["--port", "7102"],
+        ["--max-logprobs", "40"],
+        ["--middleware", RequireToken.__module__ + ".RequireToken"],
+    ):
         assert command[command.index(flags[0]) + 1] == flags[1]
     elsewhere = of(run_file, "--teacher.path", "/models/large", "--teacher.url", "http://10.0.0.1:9000")["teacher"]
     assert elsewhere.health == "http://10.0.0.1:9000/health"

@@ -176,3 +176,26 @@ def _train(
 def _whole_logprobs(policy: Policy, row: PackedRow) -> torch.Tensor:
     logits = policy.model(input_ids=row.input_ids, use_cache=False).logits[0]
     return logits.log_softmax(-1)[row.positions, row.targets][row.scored]
+
+
+def test_each_token_learns_from_what_its_own_teacher_said() -> None:
+    """Two rows may have one prompt, and their teachers another one each (`teacher.prompt`)."""
+    one = sample(6, 2, 0)
+    given = [
+        replace(
+            one,
+            rollout=number,
+            teacher_ids=np.arange(12).reshape(6, 2) + 20 * number,
+            teacher_top=np.full((6, 2), -1.0 - number, np.float32),
+        )
+        for number in range(2)
+    ]
+    row = pack_row(given)
+    assert row.teacher_ids is not None
+    assert row.teacher_top is not None
+    (trained,) = one.weights.nonzero()
+    for number, of in enumerate(given):
+        assert of.teacher_ids is not None
+        mine = row.rollout == number
+        assert row.teacher_ids[row.scored][mine].tolist() == of.teacher_ids[trained].tolist()
+        assert row.teacher_top[mine].tolist() == [[-1.0 - number] * 2] * len(trained)

@@ -13,7 +13,7 @@ from slipstream.learner.algorithm import advantages
 from slipstream.learner.feed.step_draft import Batch, Draft, LeasedGroup
 from slipstream.learner.feed.token_batch import TokenBatch
 from slipstream.protocol.config import LearnerSection
-from slipstream.protocol.messages import FinishReason, Group, TurnEnd
+from slipstream.protocol.messages import FinishReason, Group, TeacherTop, TurnEnd
 from tests.kit import LEARNER, config, group, segment
 from tests.kit.messages import group_of_roles, group_of_turns
 
@@ -495,3 +495,60 @@ def test_a_trainer_of_one_s_own_gets_the_advantage_of_each_turn() -> None:
     tokens = TokenBatch.of(1, 0, batch.sequences, batch.rollouts.rewards, batch.advantages, np.full(2, 0.25))
     assert tokens.advantages.tolist() == [[0, -0.5, -0.5, 0, 0.5, 0.5], [0, 0.5, 0.5, 0, -0.5, -0.5]]
     assert tokens.rewards.tolist() == [1.0, 2.0]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3), st.booleans()), min_size=2, max_size=4
+    ),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_queue_counts_those_groups_as_flat_that_credit_by_turn_drops(
+    rollouts: list[tuple[list[float], bool]], discount: float
+) -> None:
+    """Some rollouts have rewards at their turns, others one at the end: as discounted they differ by their lengths."""
+    made = group_of_turns(*(rewards for rewards, _ in rollouts))
+    for rollout, (_, whole) in zip(made.rollouts, rollouts, strict=True):
+        if whole:
+            rollout.turn_rewards = msgspec.UNSET
+    dropped = _draft(credit="turn", credit_discount=discount).add([LeasedGroup(made, 0)])
+    assert bool(dropped) is not made.differs_by_turn(discount)
+
+
+def taught(ticket: str, logprob: float = -1.0, k: int = 0) -> Group:
+    """A group whose tokens a teacher has scored, with its k likeliest ids."""
+    made = group(ticket)
+    for one in (each for rollout in made.rollouts for each in rollout.segments):
+        count = one.sampled_tokens
+        one.teacher = np.full(count, logprob, np.float32)
+        if k:
+            one.teacher_top = TeacherTop(np.arange(count * k, dtype=np.int32), np.full(count * k, -2.0, np.float32), k)
+    return made
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_what_the_teacher_said_stands_at_the_tokens_that_were_sampled(k: int) -> None:
+    teacher = {"url": "http://127.0.0.1:9", "top_k": k}
+    draft = Draft(config(LEARNER, teacher=teacher, learner={"groups_per_step": 2}), 1, 0, "1-1")
+    others = {"untaught": group("untaught"), "of another k": taught("of another k", k=3)}
+    dropped = draft.add([LeasedGroup(of, 0) for of in (*others.values(), taught("a", -1.0, k), taught("b", -2.0, k))])
+    assert dropped == dict.fromkeys(others, "no_teacher")
+    batch = draft.finish()
+    for row in batch.rows:
+        assert row.teacher is not None
+        assert row.teacher.tolist() == [-1.0 - (of // 2) for of in row.rollout.tolist()]
+        if k:
+            assert row.teacher_ids is not None
+            shown = dict(zip(row.targets.tolist(), row.teacher_ids.tolist(), strict=True))
+            assert set(map(tuple, shown.values())) <= {(0, 1), (2, 3), (4, 5)}
+    assert sum(len(row.rollout) for row in batch.rows) == 12
+
+
+def test_what_a_teacher_said_that_the_run_has_no_more_teaches_nothing() -> None:
+    """A resume without [teacher] finds groups from before it in the queue, among new ones."""
+    draft = _draft(groups_per_step=2)
+    assert draft.add([LeasedGroup(taught("a"), 0), LeasedGroup(group("b"), 0)]) == {}
+    batch = draft.finish()
+    assert [row.teacher for row in batch.rows] == [None] * len(batch.rows)
+    assert [of.teacher for of in batch.sequences] == [None] * 4

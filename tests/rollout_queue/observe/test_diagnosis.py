@@ -504,5 +504,5 @@ async def test_a_checkpoint_that_cannot_be_written_is_a_cause_until_one_is() -> 
 
 def test_a_group_is_equal_only_where_its_turns_are_if_the_learner_credits_turns() -> None:
     alike, apart = group_of_turns([1.0, 0.0], [1.0, 0.0]), group_of_turns([1.0, 0.0], [0.0, 1.0])
-    assert [GroupOutcome.of(made, by_turn=True).equal for made in (alike, apart)] == [True, False]
+    assert [GroupOutcome.of(made, discount=1.0).equal for made in (alike, apart)] == [True, False]
     assert GroupOutcome.of(apart).equal

@@ -82,7 +82,8 @@ def broken() -> Table:
         (lambda: Stream(lambda _: iter(ROWS)), {"mix": {"a": 1.0}}, r"task\.mix = .*: the data set is an iterable"),
         (lambda: Table(ROWS), {"mix": {"math": 1.0}}, r"row 3 is of the part 'code', and there are shares of math"),
         (lambda: Table(ROWS), {"mix": {**SHARES, "code": 0.2, "maths": 0.05}}, r"'maths' has a share of 0\.05.*math\?"),
-        (lambda: Table(ROWS), {"mix": {"a": 1.0}, "mix_column": "kind"}, r"'kind': the rows have no such column.*part"),
+        (lambda: Table(ROWS), {"mix": {"a": 1.0}, "mix_column": "kind"}, r"'kind': row 0 has no such column.*part"),
+        (lambda: Table([ROWS[0], {}]), {"mix": {"math": 1.0}}, r"'part': row 1 has no such column.* has part, prompt"),
         (broken, {"mix": {"a": 1.0}}, r"cannot be read: OSError: the disk is gone"),
     ],
 )
@@ -100,11 +101,14 @@ def test_without_a_data_set_there_are_no_rows_to_choose(settings: dict[str, Any]
         check_order(Table([{}]), section(**settings), has_no_data=True)
 
 
-def test_rows_cannot_be_chosen_by_a_teacher_alone() -> None:
+@pytest.mark.parametrize(
+    "choosing", [{"task": {"order": "learnable"}}, {"learner": {"keep_best": True}, "eval": {"every": 1}}]
+)
+def test_rows_and_checkpoints_cannot_be_chosen_by_a_teacher_alone(choosing: dict[str, Any]) -> None:
     teacher = {"url": "http://127.0.0.1:1", "coef": 1.0}
     build_rewards(config(teacher=teacher), [], None)
     with pytest.raises(ConfigError, match=r"a teacher alone gives none"):
-        build_rewards(config(teacher=teacher, task={"order": "learnable"}), [], None)
+        build_rewards(config(teacher=teacher, **choosing), [], None)
 
 
 def test_the_column_of_the_parts_is_read_once() -> None:

@@ -83,6 +83,13 @@ async def test_a_reward_of_the_whole_counts_at_the_last_turn_whichever_came_firs
     assert (second.reward, second.turn_rewards) == (0.0, None), "nothing was given at its turns"
 
 
+async def test_arrays_are_of_turns_also_where_a_rollout_has_one() -> None:
+    first, second = await RewardFunctions([returning(np.array([1.0, 2.0, 4.0]), np.array([3.0]))]).score(BATCH)
+    assert (first.turn_rewards, second.turn_rewards) == ([1.0, 2.0, 4.0], [3.0])
+    column = await RewardFunctions([returning(*np.array([[1.0], [3.0]]))]).score(BATCH)
+    assert [(score.reward, score.turn_rewards) for score in column] == [(1.0, None), (3.0, None)]
+
+
 async def test_without_a_list_there_are_no_rewards_at_turns() -> None:
     scores = await RewardFunctions([returning(np.float64(1), np.float32(2))]).score(BATCH)
     assert [(score.reward, score.turn_rewards) for score in scores] == [(1.0, None), (2.0, None)]

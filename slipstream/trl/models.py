@@ -141,14 +141,16 @@ def save_as_it_is(model: Any, processing_class: Any, folder: Path) -> None:
     transformers refuses to write generation settings that it has read, such as a temperature without do_sample, and
     safetensors lets the owner alone read its files.
     """
-    settings = getattr(model, "generation_config", None)
+    settings, asked = getattr(model, "generation_config", None), list[str]()
     if settings is not None:
-        settings.save_pretrained = lambda where, **_: settings.to_json_file(Path(where, "generation_config.json"))
+        settings.save_pretrained = lambda where, **_: asked.append(where)
     try:
         model.save_pretrained(folder)
     finally:
         if settings is not None:
             del settings.save_pretrained
+    for where in asked:
+        settings.to_json_file(Path(where, "generation_config.json"))
     processing_class.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(next(folder.glob("*config.json")), weights)

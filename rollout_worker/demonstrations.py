@@ -89,7 +89,18 @@ def _tools_of(given: Any) -> list[dict[str, Any]] | None:
         tools = given
     if tools is not None and not (isinstance(tools, list) and all(_name_of(tool) for tool in tools)):
         raise Unusable(f"its tools are {given!r:.80}; give a list of JSON schemas, or leave them out for the task's")
+    if isinstance(tools, list) and not isinstance(given, str):
+        tools = _without_nulls(tools)
     return tools and [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _without_nulls(schema: Any) -> Any:
+    """Return a tool's schema without null, with which a table fills up schemas that differ in their keys."""
+    if isinstance(schema, list):
+        return [_without_nulls(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {name: _without_nulls(part) for name, part in schema.items() if part is not None}
 
 
 def _name_of(tool: Any) -> str | None:

@@ -51,6 +51,9 @@ OF_THE_MODEL = ("config.json", "generation_config.json", "*processor_config.json
 _TYPES = ("dtype", "torch_dtype")
 _OWN = ("architectures", "transformers_version", *_TYPES)
 
+# Keys of the source that are not true of the checkpoint, whose weights are written whole.
+_NOT_KEPT = ("quantization_config",)
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -109,7 +112,6 @@ def _keep_keys(source: Path, target: Path) -> None:
     """
     ours = json.loads(target.read_text(encoding="utf-8"))
     theirs = json.loads(source.read_text(encoding="utf-8"))
-    theirs.pop("quantization_config", None)  # the weights were written whole
     text = json.dumps(_merged(ours, theirs, ours.get("dtype")), indent=2, sort_keys=True)
     target.write_text(text + "\n", encoding="utf-8")
 
@@ -119,6 +121,8 @@ def _merged(ours: dict[str, Any], theirs: dict[str, Any], dtype: str | None) -> 
     found = dict(ours)
     for key, value in theirs.items():
         mine = ours.get(key)
+        if key in _NOT_KEPT:
+            continue
         if isinstance(value, dict) and isinstance(mine, dict):
             found[key] = _merged(mine, value, mine.get("dtype", dtype))
         elif key in _TYPES:

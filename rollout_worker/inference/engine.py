@@ -34,8 +34,9 @@ class OwnParams:
 
 AS_THE_RUN = OwnParams()
 
-# Fields of `rollout.generation_kwargs` that look at the tokens of a turn so far.
-_LOOK_BACK = ("structured_outputs", "thinking_token_budget", "bad_words", "repetition_detection")
+# Fields of `rollout.generation_kwargs` that look at the tokens of a turn so far, or may: `extra_args` are for logits
+# processors of the server's own.
+_LOOK_BACK = ("structured_outputs", "thinking_token_budget", "bad_words", "repetition_detection", "extra_args")
 
 
 def looks_back(rollout: RolloutSection, own: OwnParams) -> bool:

@@ -32,6 +32,9 @@ _SHOWN_CHARACTERS = 80
 # ends inside the quotes.
 _QUOTED = r"""(?<![\w\\])(?:"(?:[^"\\]|\\.?)*+(?:"|(?P<open>\Z))|'(?:[^'\\]|\\.?|'(?=\w))*+(?:'|(?P<open_single>\Z)))"""
 
+# What JSON or Python reads as an escape. Escaped quotes are not among them, because every writer means these.
+_ESCAPE = re.compile(r"\\[abfnrtvxuUN0-7\n]")
+
 _IGNORED = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$comment", "readOnly"}
 
 _KNOWN = {"type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", *_IGNORED}
@@ -72,13 +75,19 @@ def read_arguments(text: str, names: Collection[str]) -> dict[str, Any]:
 def read_value(text: str) -> Any:
     """Read a value from JSON or a Python literal.
 
+    Backslashes that are no escapes, as in `"\\d+"`, are read as they stand. Next to others, as in `"C:\\new\\dir"`,
+    nobody knows which are meant as escapes.
+
     Raises:
         ValueError: The text is neither, or is too long for a Python literal.
     """
     try:
         return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
+    except RecursionError:
         pass
+    except ValueError as error:
+        if "escape" in str(error) and _ESCAPE.search(text.replace(r"\\", "")) is not None:
+            raise
     if len(text) > _MAX_LITERAL_CHARACTERS:
         raise ValueError("too long")
     try:
@@ -148,9 +157,9 @@ def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
         values = {name: _plain(written) for name, written in texts.items()}
     except ValueError:
         return None
-    # In braces, what has a brace or a quote and is no JSON is no text either: two objects, or a comma that is missing.
+    # In braces, what has a mark of JSON and is no JSON is no text either: two objects, or a comma that is missing.
     unread = (written for name, written in texts.items() if values[name] == written)
-    return None if is_object and any(not {*'{}"'}.isdisjoint(written) for written in unread) else values
+    return None if is_object and any(not {*'{}[]"\\'}.isdisjoint(written) for written in unread) else values
 
 
 def _plain(text: str) -> Any:

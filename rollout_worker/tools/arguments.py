@@ -39,6 +39,9 @@ _STEPS_AT_MOST = 200_000
 
 _MESSAGE_CHARACTERS = 400
 
+# The repair of a value that stands where a list of such values is expected.
+_SINGLE = "single value"
+
 # How templates that write every value as text write null.
 _NULLS = ("null", "None")
 
@@ -327,13 +330,19 @@ class Parameters:
         for branch in branches:
             if self._is_valid(value, branch):
                 return self._fit(value, branch, repairs)
+        single: tuple[Any, list[str]] | None = None
         for branch in branches:
             tried: list[str] = []
             fitted = self._fit(value, branch, tried)
-            if tried and self._is_valid(fitted, branch):
-                repairs += tried
-                return fitted
-        return value
+            if not tried or not self._is_valid(fitted, branch):
+                continue
+            if _SINGLE not in tried:
+                break
+            single = single or (fitted, tried)  # the text of null is null before it is a list's only item
+        else:
+            fitted, tried = single or (value, [])
+        repairs += tried
+        return fitted
 
     def _retyped(self, value: Any, types: set[str], schema: Mapping[str, Any], repairs: list[str]) -> Any:
         if isinstance(value, str):
@@ -349,7 +358,7 @@ class Parameters:
             tried: list[str] = []
             fitted = self._fit(value, schema.get("items", True), tried)
             if self._is_valid(fitted, schema.get("items", True)):
-                repairs += [*tried, "single value"]
+                repairs += [*tried, _SINGLE]
                 return [fitted]
         return value
 

@@ -14,7 +14,7 @@ from slipstream.protocol.config import ConfigError
 from slipstream.rollout_worker.task.task import Task
 from slipstream.script import loading_a_task, without_frames
 from slipstream.trl.configs import _Config
-from slipstream.trl.models import check_object, load_policy, load_processing_class
+from slipstream.trl.models import check_object, load_policy, load_processing_class, save_as_it_is
 from slipstream.trl.state import TrainerState, read_state
 from slipstream.trl.translate import Translation
 
@@ -173,8 +173,7 @@ class Face:
             return
         found, target = self._checkpoint(), Path(output_dir or self.run_dir)
         if found is None:
-            self.model.save_pretrained(target)
-            self.processing_class.save_pretrained(target)
+            save_as_it_is(self.model, self.processing_class, target)
             return
         adapter = found / checkpoints.ADAPTER
         if not adapter.is_dir():
@@ -245,6 +244,9 @@ class Face:
         hub = self.translated(None).sections.get("hub", {})
         api = HfApi(token=token or self.args.given.get("hub_token"))
         folder = self._model("push_to_hub")
+        if (folder.parent / checkpoints.ADAPTER).is_dir():
+            folder = self.run_dir / "adapter"
+            self.save_model(folder)
         self._write_card(folder, folder / CARD, model_name, dataset_name, tags)
         name = hub.get("hub_model_id", self.run_dir.name)
         given: dict[str, Any] = {} if revision is None else {"revision": revision}

@@ -64,7 +64,7 @@ def is_changed(processing_class: Any, path: str, trust_remote_code: bool) -> boo
 
 
 def _facts(processing_class: Any) -> list[Any]:
-    """Return vocabulary, special tokens, template and processing of images; padding is of no use to a run."""
+    """Return vocabulary, special tokens, templates and processing of images; padding is of no use to a run."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     whole = {} if backend is None else json.loads(backend.to_str())
@@ -72,6 +72,7 @@ def _facts(processing_class: Any) -> list[Any]:
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
     images = getattr(processing_class, "image_processor", None)
     templates = [getattr(each, "chat_template", None) for each in (processing_class, tokenizer)]
+    templates.append(getattr(tokenizer, "response_template", None))
     return [parts or tokenizer.get_vocab(), special, templates, images and images.to_dict()]
 
 
@@ -131,5 +132,25 @@ def save_object(model: Any, processing_class: Any, folder: Path) -> None:
     if processing_class is None:
         processing_class = load_processing_class(model.config._name_or_path, False)
     with _replaced(folder) as aside:
-        base.save_pretrained(aside)
-        processing_class.save_pretrained(aside)
+        save_as_it_is(base, processing_class, aside)
+
+
+def save_as_it_is(model: Any, processing_class: Any, folder: Path) -> None:
+    """Save a model and its tokenizer.
+
+    transformers refuses to write generation settings that it has read, such as a temperature without do_sample, and
+    safetensors lets the owner alone read its files.
+    """
+    settings, asked = getattr(model, "generation_config", None), list[str]()
+    if settings is not None:
+        settings.save_pretrained = lambda where, **_: asked.append(where)
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if settings is not None:
+            del settings.save_pretrained
+    for where in asked:
+        settings.to_json_file(Path(where, "generation_config.json"))
+    processing_class.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(next(folder.glob("*config.json")), weights)

@@ -331,6 +331,17 @@ def test_nulls_that_a_table_fills_calls_up_with_are_left_out(run_config):
     np.testing.assert_array_equal(first.segments[0].token_ids, second.segments[0].token_ids)
 
 
+def test_nulls_that_a_table_fills_schemas_up_with_are_left_out(run_config):
+    def row(**more):
+        level = {"type": "integer", "description": "Which floor.", **more}
+        parameters = {"type": "object", "properties": {"level": level, **({"colour": None} if more else {})}}
+        function = {"name": "lift", "description": "Go.", "parameters": parameters}
+        return {"messages": [USER, SAYS], "tools": [{"type": "function", "function": function, **more}]}
+
+    first, second = load_demonstrations(run_config([row(), row(enum=None)])).demonstrations
+    np.testing.assert_array_equal(first.segments[0].token_ids, second.segments[0].token_ids)
+
+
 def test_a_row_longer_than_the_context_is_left_out_and_counted(run_config):
     long = {"messages": [USER, {"role": "assistant", "content": "six " * 2000}]}
     longer = {"messages": [USER, {"role": "assistant", "content": "six " * 10**7}]}

@@ -34,12 +34,13 @@ from slipstream.rollout_worker.tools.toolbox import ToolBox
 from slipstream.script import overrides
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput, notebook
 from slipstream.trl.configs import _Config
+from slipstream.trl.models import save_object
 from slipstream.trl.state import read_state
 from slipstream.trl.translate import PROCESSES, check_fields, translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
-from tests.kit.model import save_tiny_model
+from tests.kit.model import save_tiny_model, tiny_model
 from tests.kit.worker import TOKENIZER, fake, roll
 from tests.slipstream.conftest import Script
 from tests.slipstream.test_script import PATCHED, run, sections, stand_in
@@ -733,6 +734,10 @@ def with_another_end(tokenizer: Any) -> None:
     tokenizer.eos_token = "<|endoftext|>"
 
 
+def with_a_reader(tokenizer: Any) -> None:
+    tokenizer.response_template = {"fields": {"content": {}}}
+
+
 def padded(tokenizer: Any) -> None:
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
 
@@ -744,7 +749,10 @@ def nameless(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "changed"),
-    [(with_template, True), (with_a_token, True), (with_another_end, True), (nameless, True), (padded, False)],
+    [
+        *((change, True) for change in (with_template, with_a_token, with_another_end, with_a_reader, nameless)),
+        (padded, False),
+    ],
 )
 def test_a_tokenizer_that_the_script_has_changed_is_the_run_s(
     change: Any, changed: bool, model_folder: Path, tmp_path: Path
@@ -759,7 +767,8 @@ def test_a_tokenizer_that_the_script_has_changed_is_the_run_s(
     if used is not None:
         saved = AutoTokenizer.from_pretrained(used)
         assert saved.get_vocab() == tokenizer.get_vocab()
-        assert (saved.chat_template, saved.eos_token) == (tokenizer.chat_template, tokenizer.eos_token)
+        for name in ("chat_template", "eos_token", "response_template"):
+            assert getattr(saved, name, None) == getattr(tokenizer, name, None)
 
 
 trainer = RLOOTrainer(
@@ -1025,6 +1034,29 @@ def test_the_newest_model_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
         pushing.push_to_hub()
 
 
+def test_an_adapter_goes_to_the_hub_as_save_model_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    sent: list[str] = []
+
+    class Hub:
+        def __init__(self, token: str | None = None) -> None: ...
+
+        def create_repo(self, name: str, **_: Any) -> Any:
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, folder_path: Path, **_: Any) -> None:
+            sent.extend(str(file.relative_to(folder_path)) for file in sorted(folder_path.rglob("*.json")))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    trainer = GRPOTrainer("org/model", accuracy, GRPOConfig(str(tmp_path / "sums")), ROWS)
+    save_checkpoints(trainer.run_dir, 4)
+    (adapter := trainer.run_dir / "checkpoints" / "step-000004" / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    trainer.push_to_hub()
+    assert sent == ["adapter_config.json", "merged/config.json"]
+
+
 def metrics(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step,
@@ -1099,6 +1131,12 @@ def test_a_model_is_saved_before_it_trains_as_it_is(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(after[name].equal(value) for name, value in before.items())
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
+    changed = tiny_model()
+    changed.generation_config.min_p = 0.1  # without do_sample
+    save_object(changed, TOKENIZER, tmp_path / "object")
+    assert json.loads((tmp_path / "object" / "generation_config.json").read_bytes())["min_p"] == 0.1
+    for folder in ("saved", "object"):
+        assert len({file.stat().st_mode for file in (tmp_path / folder).iterdir()}) == 1, "others may read all, or none"
 
 
 def test_a_run_of_before_is_not_the_trainer_s(tmp_path: Path) -> None:

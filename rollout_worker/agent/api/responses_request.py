@@ -204,7 +204,13 @@ class InputReader(MessageReader):
         if not isinstance(answers, str) or output is None:
             self.faults.add(where, "give {type: function_call_output, call_id, output}, both of them text")
             return
-        self._add(ChatMessage("tool", output, answers=answers), where)
+        # It belongs to its call, whatever clients write between the two. A call of an earlier response is before all.
+        called = (n for n, each in enumerate(self.messages) if answers in [call.id for call in each.calls])
+        place = max(called, default=-1) + 1
+        while place < len(self.messages) and self.messages[place].role == "tool":
+            place += 1
+        self.messages.insert(place, ChatMessage("tool", output, answers=answers))
+        self._places.insert(place, where)
 
     def _turn(self, where: str, is_call: bool = False) -> ChatMessage:
         """Return the assistant's message that an item belongs to: the last one, or a new one. While calls wait for

@@ -125,7 +125,13 @@ def test_dr_grpo_is_the_distance_from_the_mean() -> None:
     assert dr_grpo(group([1.0, 2.0, 6.0])).tolist() == [-2.0, -1.0, 3.0]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "batch"])
-def test_rewards_that_are_equal_up_to_rounding_give_no_gradient(name: str) -> None:
+@pytest.mark.parametrize("name", ["grpo", "async_grpo", "dr_grpo", "rloo", "batch"])
+@pytest.mark.parametrize(
+    "rewards",
+    [[0.1 + 0.2, 0.3, 0.6 - 0.3], [float(np.float32(0.1) + np.float32(0.2)), 0.3], [0.7 - 0.4 - 0.3, 0.0]],
+    ids=["sums", "of float32", "that cancel"],
+)
+def test_rewards_that_are_equal_up_to_rounding_give_no_gradient(name: str, rewards: list[float]) -> None:
     section = LearnerSection.model_validate({"advantage": name})
-    assert not advantages.build(section)(group([0.1 + 0.2, 0.3, 0.6 - 0.3])).any()
+    assert not advantages.build(section)(group(rewards)).any()
+    assert advantages.build(section)(group([*rewards, rewards[0] + 1e-5])).any()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -346,6 +347,29 @@ def test_a_config_keeps_the_keys_of_its_source_and_names_the_served_type_under_b
     assert written["torch_dtype"] == written["dtype"]
     again = load_policy(str(saved), ModelSection(path=str(saved)), Scoring(1.0, 16))
     assert again.model.config.rope_parameters["rope_theta"] == 1_000_000.0
+
+
+def test_a_config_names_no_quantisation_of_the_source_at_any_depth(tmp_path: Path) -> None:
+    """The weights are written whole."""
+    (model := tmp_path / "model").mkdir()
+    (saved := tmp_path / "saved").mkdir()
+    quantised = {"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}
+    (model / "config.json").write_text(json.dumps({**quantised, "language_config": quantised}), encoding="utf-8")
+    (saved / "config.json").write_text('{"language_config": {"hidden_size": 8}}', encoding="utf-8")
+    checkpoint.copy_sources(Sources(ModelSection(path=str(model))), saved)
+    written = json.loads((saved / "config.json").read_bytes())
+    assert written == {"hidden_size": 8, "language_config": {"hidden_size": 8}}
+
+
+def test_weights_are_readable_for_whom_the_umask_lets_read(own_model: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        saved = saved_from(own_model, tmp_path)
+    finally:
+        os.umask(before)
+    files = [file for file in saved.parent.rglob("*") if file.is_file()]
+    assert "model.safetensors" in [file.name for file in files]
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
 
 
 def test_everything_beside_the_weights_is_copied_and_weights_are_not(own_model: Path, tmp_path: Path) -> None:

@@ -399,6 +399,7 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
         {"generation_kwargs": {"structured_outputs": {"regex": "[0-9]{200}"}}},
         {"generation_kwargs": {"bad_words": ["no way"]}},
         {"generation_kwargs": {"thinking_token_budget": 8}},
+        {"generation_kwargs": {"extra_args": {"no_repeat": 3}}},
         {"stop": ["</answer>"]},
     ],
     ids=str,

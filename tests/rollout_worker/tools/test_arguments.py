@@ -108,11 +108,22 @@ def test_no_pair_begins_inside_quotes(text: str, s: str) -> None:
         '{"n": 7}\n{"s": "x"}',
         '{"n": 7 "s": "x"}',
         '{"n": 7 /* "seven" */, "s": "x"}',
+        '{"n": 7, "s": see [1]}',
+        r'{"n": 7, "s": \t"x"}',
     ],
 )
 def test_a_value_that_cannot_be_told_from_the_next_pair_is_an_error(text: str) -> None:
     with pytest.raises(ArgumentsError, match="not a JSON object"):
         fit(text)
+
+
+def test_backslashes_are_read_as_they_stand_unless_others_may_be_escapes() -> None:
+    parameters = Parameters({"properties": {"s": TEXT}}, strict=True)
+    assert parameters.fit(r'{"s": "a\.b\(c\\d"}').values == {"s": r"a\.b\(c\d"}
+    assert parameters.fit(r'{"s": "one\ntwo"}').values == {"s": "one\ntwo"}
+    for text in (r"D:\temp\Videos", r"\begin{x} \sigma", r"\xe9\d", "a \\\nb"):
+        with pytest.raises(ArgumentsError, match="not a JSON object"):
+            parameters.fit(f'{{"s": "{text}"}}')
 
 
 @pytest.mark.parametrize("text", ["", "  ", "{}", "null", "```json\n{}\n```"])
@@ -176,6 +187,7 @@ def test_a_value_is_made_to_fit_and_counted(name: str, value: Any, fitted: Any) 
         ({"enum": ["all", 1.5]}, "1.5", 1.5),
         ({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, '["pen", "ink"]', ["pen", "ink"]),
         ({"$ref": "#/$defs/either"}, '{"n": "7"}', {"n": 7}),
+        ({"oneOf": [{"type": "array", "items": TEXT}, {"type": "boolean"}]}, "false", False),
         # The text stays where it alone fits, or where the schema cannot tell.
         (TEXT, "null", "null"),
         (TEXT, "[1]", "[1]"),

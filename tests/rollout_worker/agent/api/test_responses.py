@@ -247,6 +247,13 @@ def test_the_items_of_one_turn_are_one_message():
     assert [message.role for message in messages] == [*("user", "assistant", "tool", "tool", "assistant", "user")]
     turn = messages[1]
     assert (turn.reasoning, turn.content, [each.id for each in turn.calls]) == ("t\n\nt", "s\n\ns", ["c", "d"])
+    # An output belongs to its call, whatever stands between the two.
+    note = {"type": "message", "role": "system", "content": "note"}
+    apart = [USER, call, {**call, "call_id": "d"}, out, note, {**out, "call_id": "d"}]
+    messages = read({"input": apart}).messages
+    assert [(message.role, message.answers) for message in messages[2:]] == [
+        *(("tool", "c"), ("tool", "d"), ("system", None))
+    ]
     # Two answers next to each other are two messages.
     two = read({"input": [said, said, USER]}).messages
     assert [message.content for message in two] == ["s", "s", USER["content"]]

@@ -141,16 +141,17 @@ def save_as_it_is(model: Any, processing_class: Any, folder: Path) -> None:
     transformers refuses to write generation settings that it has read, such as a temperature without do_sample, and
     safetensors lets the owner alone read its files.
     """
-    settings, asked = getattr(model, "generation_config", None), list[str]()
-    if settings is not None:
-        settings.save_pretrained = lambda where, **_: asked.append(where)
-    try:
+    settings, written = getattr(model, "generation_config", None), Path(folder, "generation_config.json")
+    if settings is None:
         model.save_pretrained(folder)
-    finally:
-        if settings is not None:
-            del settings.save_pretrained
-    for where in asked:
-        settings.to_json_file(Path(where, "generation_config.json"))
+    else:
+        model.generation_config = type(settings)()
+        try:
+            model.save_pretrained(folder)
+        finally:
+            model.generation_config = settings
+        if written.exists():
+            settings.to_json_file(written)
     processing_class.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(next(folder.glob("*config.json")), weights)

@@ -5,8 +5,9 @@ All run in turn on the same batches and weights.
     python -m benchmarks.learner --json [--cases short mixed] [--models 0.4M] [--rounds 5] [--quick]
 
 On a CPU, times are CPU seconds of one thread pinned to a core, from samples on the host to new weights, as medians over
-rounds. A GPU is used if there is one. There, times are seconds, with peak memory. `--peak-tflops` of the card adds the
-share of the time that the model's products take (MFU).
+rounds; the process keeps the pages that it frees, as a learner on a CPU does. A GPU is used if there is one. There,
+times are seconds, with peak memory. `--peak-tflops` of the card adds the share of the time that the model's products
+take (MFU).
 
 trl_ratio: Ours / TRL's; null without trl (extra `bench`).
 padded_ratio: The padded loop's / ours.
@@ -36,6 +37,7 @@ import torch
 from benchmarks.learner_cases import CASES, SIZES, Shape, Size, batch
 from benchmarks.learner_floor import Floor
 from benchmarks.learner_ways import Ours, Padded, Way
+from slipstream.deploy.servers.vllm_server import KEPT_PAGES
 from slipstream.protocol.config import LearnerSection
 
 # Differences of gradients divided by their norm, float32 on a CPU. In bfloat16 a token at the clip's edge may flip.
@@ -75,6 +77,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute: small batches, the smallest model")
     parser.add_argument("--compute", choices=["bfloat16"], help="ours alone, with products in this type")
     arguments = parser.parse_args()
+    if device.type == "cpu" and not KEPT_PAGES.items() <= os.environ.items():  # malloc reads them at its start
+        again = [sys.executable, "-m", "benchmarks.learner", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, **KEPT_PAGES})
     whole = device.type == "cpu" and arguments.compute is None
     ranks = _ranks(arguments.quick) if whole else {}
     if device.type == "cpu":

@@ -53,7 +53,7 @@ def named(run_dir: Path) -> dict[int, Path]:
 def nothing_to_do(name: str, made: int, wanted: int) -> str:
     """Say that run `name` has made its last step: `made` steps, with `wanted` asked for."""
     if made == wanted:
-        return f"{name} is finished: it has made all of its {made} steps"
+        return f"{name} is finished: it has made all of its {made} steps; raise learner.steps to continue"
     return f"{name} is finished: it has made {made} steps, and learner.steps = {wanted}; raise that to continue"
 
 

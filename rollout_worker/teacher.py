@@ -42,6 +42,9 @@ KEY_VARIABLE = "TEACHER_API_KEY"
 
 _CHECKED_WITHIN_S = 60.0
 
+# Seconds of one request after which the teacher is told as slow.
+_SLOW_AFTER_S = 20.0
+
 _T = TypeVar("_T")
 _Floats = npt.NDArray[np.float32]
 
@@ -186,12 +189,24 @@ class Teacher:
         while True:
             try:
                 async with self._free:
-                    return await self._ask(sequences)
+                    return await self._asked(sequences)
             except _Passing as error:
                 self._notify(str(error))
             self._model = None  # it may be started again with another one
             await self._sleep(self._pause_s(attempt))
             attempt += 1
+
+    async def _asked(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
+        """Ask, and tell of a wait that is long."""
+        slow = (
+            f"teacher.url = {self._url}: {len(sequences)} sequences wait longer than {_SLOW_AFTER_S:g} s for their "
+            f"log-probs; give the teacher more cores or GPUs, or take a smaller one"
+        )
+        told = asyncio.get_running_loop().call_later(_SLOW_AFTER_S, self._notify, slow)
+        try:
+            return await self._ask(sequences)
+        finally:
+            told.cancel()
 
     async def _ask(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
         body = {
@@ -280,9 +295,9 @@ class Teacher:
         return None
 
     async def _check_vocabulary(self, model: str) -> None:
-        body = {"model": model, "tokens": compared_ids(self._tokenizer)}
-        theirs = (await self._post("/detokenize", body, _Text)).prompt
-        if differs := difference(self._tokenizer, theirs):
+        ids = compared_ids(self._tokenizer)
+        theirs = (await self._post("/detokenize", {"model": model, "tokens": ids}, _Text)).prompt
+        if differs := difference(str(self._tokenizer.decode(ids)), theirs):
             raise _Passing(f"teacher.url = {self._url}: {model} {differs}")
 
     async def _get(self, route: str, kind: type[_T]) -> _T:
@@ -369,9 +384,8 @@ async def heads(chat: ChatFormat, prompt: str | Sequence[Message], told: str) ->
     return policys[: len(policys) - same], own
 
 
-def difference(tokenizer: Any, theirs: str) -> str:
-    """Return how a teacher differs that writes the ids of `compared_ids` as `theirs`; "" where it does not."""
-    ours = str(tokenizer.decode(compared_ids(tokenizer)))
+def difference(ours: str, theirs: str) -> str:
+    """Return how a teacher differs that writes ids as `theirs` and not as the policy's `ours`; "" if they are equal."""
     place = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if place is None and len(ours) == len(theirs):
         return ""

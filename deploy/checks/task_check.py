@@ -27,7 +27,7 @@ from slipstream.rollout_worker.sources import source_of
 from slipstream.rollout_worker.task.reward_base import TRIED_ANSWER
 from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.task.task import Task
-from slipstream.rollout_worker.teacher import Teacher, compared_ids, difference, filled, heads
+from slipstream.rollout_worker.teacher import Teacher, difference, filled, heads
 from slipstream.rollout_worker.user_code import UserCode
 from slipstream.rollout_worker.vision.messages import seen_prompt
 from slipstream.rollout_worker.vision.sources import ImageError
@@ -208,7 +208,8 @@ def _check_served_teacher(config: RunConfig, path: str, tokenizer: Any, context:
         own = load_tokenizer(model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "teacher.path", 1)) from None
-    if differs := difference(tokenizer, str(own.decode(compared_ids(tokenizer)))):
+    ids = list(range(len(tokenizer)))
+    if differs := difference(str(tokenizer.decode(ids)), str(own.decode(ids))):
         raise ConfigError(f"teacher.path = {path}: it {differs}")
     facts = facts or {}
     positions = (facts.get("text_config") or facts).get("max_position_embeddings")

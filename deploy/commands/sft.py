@@ -15,7 +15,7 @@ from slipstream.deploy.run import run_directory
 from slipstream.deploy.run.process_keeper import RunFailed
 from slipstream.deploy.servers import devices, probes
 from slipstream.protocol import access
-from slipstream.protocol.config import RunConfig, load
+from slipstream.protocol.config import RunConfig, load, parse_overrides
 from slipstream.protocol.config.learning_rates import supervised_rate
 from slipstream.protocol.demonstrations import Demonstration
 
@@ -49,7 +49,9 @@ def sft(
     except (LearnerFailed, RankLost) as error:
         raise RunFailed(str(error)) from error
     path = os.path.relpath(model)
-    command = shlex.join(["slipstream", "up", run_file, "--model.path", path])
+    of_run = [(key, value) for (section, key), value in parse_overrides(context.args).items() if section == "run"]
+    same = [text for key, value in of_run for text in (f"--run.{key}", str(value))]
+    command = shlex.join(["slipstream", "up", run_file, "--model.path", path, *same])
     typer.echo(f"the model is in {path}; continue with: {command}")
 
 

@@ -70,7 +70,8 @@ def _described(port: int, run_file: Path) -> str:
             for connection in psutil.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
         ]
-        command = psutil.Process(listening[0]).cmdline() if listening else []
+        # A process that names itself leaves empty words behind.
+        command = list(filter(None, psutil.Process(listening[0]).cmdline())) if listening else []
     except (psutil.Error, OSError):
         return ""
     if not listening:

@@ -18,11 +18,12 @@ from slipstream.deploy.servers import joining as joining_of
 from slipstream.deploy.servers.device_plan import Part, Seat
 from slipstream.deploy.servers.devices import SHARE
 from slipstream.deploy.servers.gpu_memory import Parallelism
-from slipstream.deploy.servers.model_shape import architecture_of
+from slipstream.deploy.servers.model_shape import architecture_of, checkpoint_dtype
 from slipstream.deploy.servers.tokens import check_secret
 from slipstream.protocol import access
 from slipstream.protocol.client import QueueClient, QueueError
 from slipstream.protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
+from slipstream.protocol.config.machine import fast_types
 from slipstream.protocol.config.sections import LOOPBACK
 from slipstream.protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
 from slipstream.protocol.config.sections.servers import has_flag
@@ -258,7 +259,10 @@ def serve(model: str, arguments: Sequence[str]) -> NoReturn:
     probes.require_modules("slipstream serve", probes.VLLM_MODULES)
     line = [sys.executable, "-P", "-m", cpu_server.SERVER, "--model", _resolved(model)]
     if on_cpu():
-        line += _cpu_flags(architecture_of(ModelSection(path=model)) or {}, arguments)
+        section = ModelSection(path=model)
+        line += _cpu_flags(architecture_of(section) or {}, arguments)
+        if checkpoint_dtype(section) not in fast_types(on_gpu=False):
+            line += ["--dtype", "float32"]
         # vLLM would take nearly all memory of the machine.
         line += [cpu_settings.FLAG, str(cpu_settings.PLAIN_CACHE_BYTES)]
     os.execve(line[0], [*line, *arguments], {**_basic(), **os.environ})

@@ -28,7 +28,7 @@ from slipstream.protocol.config.sections.run import file_of
 # of [chat], which workers use and the learner compares; `callbacks`: those of learner.callbacks.
 Need = Literal["task", "tokenizer", "model", "chat", "callbacks"]
 
-OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
+OPTION = re.compile(r"--([a-z_]+)\.([a-z0-9_]+)(?:=(.*))?", re.DOTALL)
 
 # Settings of [learner] that exclude each other: an override of one removes the run file's other.
 _WHEN_IT_ENDS = ("steps", "epochs")

@@ -49,23 +49,30 @@ _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
 # of TRL's, but may not be imported here.
 OTHER_NAMES = {
     "beta": "learner.kl_coef",
+    "bf16": "model.dtype",
     "epsilon": "learner.clip_low",
     "epsilon_high": "learner.clip_high",
     "gpu_memory_utilization": "vllm.args",
+    "gradient_accumulation_steps": "learner.groups_per_step",
     "loss_type": "learner.algorithm",
     "lr": "learner.learning_rate",
     "max_completion_length": "rollout.max_turn_tokens",
     "max_new_tokens": "rollout.max_turn_tokens",
+    "max_prompt_length": "vllm.max_model_len",
     "max_steps": "learner.steps",
     "max_tokens": "rollout.max_turn_tokens",
     "model.name": "model.path",
     "model_name_or_path": "model.path",
     "num_generations": "rollout.group_size",
     "num_train_epochs": "learner.epochs",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "learner.groups_per_step",
     "save_steps": "learner.checkpoint_every",
+    "scale_rewards": "learner.advantage",
     "shuffle": "task.order",
     "shuffle_dataset": "task.order",
     "tensor_parallel_size": "vllm.args",
+    "vllm_gpu_memory_utilization": "vllm.args",
 }
 
 

@@ -508,7 +508,9 @@ def test_resuming_a_finished_run_says_so(
     capsys.readouterr()
     in_place.log.clear()
     run(config_for(model_path, tmp_path, steps=2), resume=True)
-    assert capsys.readouterr().out == "test is finished: it has made all of its 2 steps\n"
+    assert (
+        capsys.readouterr().out == "test is finished: it has made all of its 2 steps; raise learner.steps to continue\n"
+    )
     assert in_place.log == ["closed"]
 
 

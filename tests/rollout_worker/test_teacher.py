@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.protocol import reasons
 from slipstream.protocol.config import ConfigError, RunConfig
+from slipstream.rollout_worker import teacher as teachers
 from slipstream.rollout_worker.chat.base import PromptError
 from slipstream.rollout_worker.task.rewards import build_rewards
 from slipstream.rollout_worker.teacher import MAX_SEQUENCES, Teacher, filled, heads
@@ -211,6 +212,16 @@ async def test_with_top_k_each_sampled_token_brings_the_teacher_s_likeliest_ids(
                 [(token + rank) % 100 for rank in (1, 2, 3)] for token in sampled
             ]
             assert top.logprobs.reshape(-1, 3).tolist() == [[-0.5, -1.0, -1.5]] * len(sampled)
+
+
+async def test_a_teacher_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "_SLOW_AFTER_S", 0.02)
+    teacher = FakeTeacher(TOKENIZER)
+    teacher.answers = [0]
+    async with teacher.serving() as url:
+        run = await roll(task(), fake(), config=taught(url, timeout_s=0.2))
+    check_labels(run)
+    assert any("0.02 s" in notice.text for notice in run.worker.report().notices)
 
 
 def test_settings_of_a_teacher_that_is_not_there_are_refused() -> None:

@@ -110,7 +110,10 @@ def test_a_run_that_is_over_starts_nothing_and_says_how_many_steps_it_made(stage
 
 
 def test_all_of_its_steps_is_said_where_no_others_are_asked_for() -> None:
-    assert checkpoints.nothing_to_do("lo", 15, 15) == "lo is finished: it has made all of its 15 steps"
+    assert (
+        checkpoints.nothing_to_do("lo", 15, 15)
+        == "lo is finished: it has made all of its 15 steps; raise learner.steps to continue"
+    )
 
 
 def test_no_server_is_asked_about_a_run_that_is_over_and_its_adapter_is(run_file: Path) -> None:

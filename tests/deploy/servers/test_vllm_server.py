@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -231,3 +234,21 @@ def test_a_plain_server_takes_vllm_s_own_flags_after_what_the_cpu_build_needs(
     assert line[line.index("--model") + 1] == "org/reward-model"
     assert line[-4:] == given
     assert ("--enforce-eager" in line, "--kv-cache-memory-bytes" in line) == (cpu, cpu)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [((), "float32"), (("bfloat16",), None)])
+def test_a_plain_server_computes_in_a_type_that_the_cpu_multiplies_in(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fast: tuple[str, ...], dtype: str | None
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(load(run_file).model.path, model)
+    facts = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (model / "config.json").write_text(json.dumps(facts))
+    started: list[list[str]] = []
+    monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_server, "fast_types", lambda on_gpu: frozenset(fast))
+    monkeypatch.setattr(os, "execve", lambda program, line, env: started.append(line))
+    vllm_server.serve(str(model), ["--port", "9"])
+    (line,) = started
+    assert line[-2:] == ["--port", "9"]
+    assert ("--dtype" in line and value_of(line, "--dtype")) == (dtype or False)

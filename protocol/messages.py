@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from slipstream.protocol.images import Image, ImagePlace
 
-# Share of the largest, or of 1, by which rewards may differ that are equal: float32's rounding, in which models compute
-# scores. It is below any difference that a reward means.
+# Share of the largest by which rewards may differ that are equal: float32's rounding, in which models compute scores. It
+# is below any difference that a reward means. No absolute bound: rewards may be of any scale.
 EQUAL_WITHIN = 2.0**-22
 
 SCHEMA_VERSION = 3
@@ -223,7 +223,7 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
 def are_equal(rewards: npt.ArrayLike) -> bool:
     """Return whether finite rewards are equal up to the rounding of sums: 0.1 + 0.2 and 0.3 are."""
     values = np.asarray(rewards, dtype=np.float64)
-    return values.size < 2 or bool(np.ptp(values) <= EQUAL_WITHIN * max(1.0, np.abs(values).max()))
+    return values.size < 2 or bool(np.ptp(values) <= EQUAL_WITHIN * np.abs(values).max())
 
 
 class Group(msgspec.Struct, forbid_unknown_fields=True):

@@ -128,8 +128,8 @@ def test_dr_grpo_is_the_distance_from_the_mean() -> None:
 @pytest.mark.parametrize("name", ["grpo", "async_grpo", "dr_grpo", "rloo", "batch"])
 @pytest.mark.parametrize(
     "rewards",
-    [[0.1 + 0.2, 0.3, 0.6 - 0.3], [float(np.float32(0.1) + np.float32(0.2)), 0.3], [0.7 - 0.4 - 0.3, 0.0]],
-    ids=["sums", "of float32", "that cancel"],
+    [[0.1 + 0.2, 0.3, 0.6 - 0.3], [float(np.float32(0.1) + np.float32(0.2)), 0.3]],
+    ids=["sums", "of float32"],
 )
 def test_rewards_that_are_equal_up_to_rounding_give_no_gradient(name: str, rewards: list[float]) -> None:
     section = LearnerSection.model_validate({"advantage": name})

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from slipstream.protocol.images import Image, ImagePlace
 
-# Share of the largest by which rewards may differ that are equal: float32's rounding, in which models compute scores. It
-# is below any difference that a reward means. No absolute bound: rewards may be of any scale.
+# Share of the largest by which rewards may differ that are equal: float32's rounding, in which models compute scores.
+# It is below any difference that a reward means. No absolute bound: rewards may be of any scale.
 EQUAL_WITHIN = 2.0**-22
 
 SCHEMA_VERSION = 3

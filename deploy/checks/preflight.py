@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 
 from slipstream.deploy.checks import learning_rates, model_check
 from slipstream.deploy.run import run_directory
@@ -197,8 +196,9 @@ def _check_ports(config: RunConfig) -> None:
         for index in range(config.vllm.count):
             check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
     if config.teacher.path is not None:
-        port = urlsplit(config.teacher_url or "").port or 80
-        check_port(config.vllm.host, port, "teacher.url" if config.teacher.url else "vllm.port", run_file)
+        check_port(
+            config.vllm.host, config.teacher_port, "teacher.url" if config.teacher.url else "vllm.port", run_file
+        )
     sync = config.weight_sync
     # An adapter is sent over the servers' own routes.
     if sync.adapter_only is not True:

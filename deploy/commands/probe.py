@@ -67,7 +67,7 @@ async def _servers(config: RunConfig, run_dir: Path) -> AsyncIterator[Sequence[s
         run_file = Path(folder) / config.run_file.name
         run_file.write_text(resolved(config), encoding="utf-8")
         programs = run_programs(config, run_file, resume=False)
-        servers = [children.start(program, Path(folder)) for program in programs if program.role == "vllm"]
+        servers = [children.start(program, Path(folder)) for program in programs if program.name in config.server_names]
         try:
             for server in servers:
                 await _wait_until_up(server)

@@ -91,8 +91,8 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
         command: Sequence[str] = (),
     ) -> Program:
         cores, threads = [], {}
-        is_server = role == "vllm"
         if placement:
+            is_server = role == "vllm"
             cores = placement.servers if is_server else placement.others
             threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
             threads |= KEPT_PAGES if role == "learner" else {}

@@ -20,6 +20,7 @@ import psutil
 from slipstream.deploy.servers.gpu_memory import GIB, gib
 from slipstream.deploy.servers.model_shape import BYTES, architecture_of, checkpoint_dtype, shape_of
 from slipstream.protocol.config import ConfigError, ModelSection, RunConfig
+from slipstream.protocol.config.machine import fast_types
 from slipstream.protocol.config.sections.servers import flag_value, has_flag
 
 FLAG = "--kv-cache-memory-bytes"
@@ -122,12 +123,18 @@ def budget(model: Model, config: RunConfig, available: int, episode_tokens: int 
     return Budget(whole, episode * vllm.max_num_seqs, int(room))
 
 
+def plain_dtype(model: ModelSection) -> str:
+    """Return the type in which a plain server computes here: the checkpoint's, if this CPU multiplies in it."""
+    dtype = checkpoint_dtype(model)
+    return dtype if dtype is not None and dtype in fast_types(on_gpu=False) else "float32"
+
+
 def _teacher_bytes(config: RunConfig) -> int:
     """Return the memory of the server of `teacher.path`; its weights count if their size is known."""
     if config.teacher.path is None:
         return 0
     path = ModelSection(path=config.teacher.path)
-    model = model_of(architecture_of(path) or {}, checkpoint_dtype(path) or "float32")
+    model = model_of(architecture_of(path) or {}, plain_dtype(path))
     return int(_SERVER_BYTES) + PLAIN_CACHE_BYTES + (model.weights if model else 0)
 
 

@@ -18,12 +18,11 @@ from slipstream.deploy.servers import joining as joining_of
 from slipstream.deploy.servers.device_plan import Part, Seat
 from slipstream.deploy.servers.devices import SHARE
 from slipstream.deploy.servers.gpu_memory import Parallelism
-from slipstream.deploy.servers.model_shape import architecture_of, checkpoint_dtype
+from slipstream.deploy.servers.model_shape import architecture_of
 from slipstream.deploy.servers.tokens import check_secret
 from slipstream.protocol import access
 from slipstream.protocol.client import QueueClient, QueueError
 from slipstream.protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
-from slipstream.protocol.config.machine import fast_types
 from slipstream.protocol.config.sections import LOOPBACK
 from slipstream.protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
 from slipstream.protocol.config.sections.servers import has_flag
@@ -261,7 +260,7 @@ def serve(model: str, arguments: Sequence[str]) -> NoReturn:
     if on_cpu():
         section = ModelSection(path=model)
         line += _cpu_flags(architecture_of(section) or {}, arguments)
-        if checkpoint_dtype(section) not in fast_types(on_gpu=False):
+        if cpu_settings.plain_dtype(section) == "float32":
             line += ["--dtype", "float32"]
         # vLLM would take nearly all memory of the machine.
         line += [cpu_settings.FLAG, str(cpu_settings.PLAIN_CACHE_BYTES)]
@@ -272,8 +271,7 @@ def teacher_command(config: RunConfig) -> list[str]:
     """Return the command, after `slipstream`, of the server of `teacher.path`. `teacher.args` stand last."""
     teacher = config.teacher
     assert teacher.path is not None
-    assert config.teacher_url is not None
-    flags = ["--host", config.vllm.host, "--port", str(urlsplit(config.teacher_url).port or 80)]
+    flags = ["--host", config.vllm.host, "--port", str(config.teacher_port)]
     if teacher.top_k > 20:
         flags += ["--max-logprobs", str(teacher.top_k)]
     if config.token:

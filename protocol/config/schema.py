@@ -9,6 +9,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
@@ -159,6 +160,11 @@ class RunConfig(Section):
         vllm, teacher = self.vllm, self.teacher
         own = own_url(vllm.host, vllm.port + vllm.launched) if teacher.path else None
         return teacher.url or own
+
+    @property
+    def teacher_port(self) -> int:
+        """Port on which `up` serves the teacher of `teacher.path`."""
+        return urlsplit(self.teacher_url or "").port or 80
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -14,7 +14,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from slipstream.deploy.cli import app
-from slipstream.deploy.servers import vllm_server
+from slipstream.deploy.servers import cpu_settings, vllm_server
 from slipstream.protocol import codec
 from slipstream.protocol.config import ConfigError, RunConfig, load
 from slipstream.protocol.messages import Server, ServerChange, ServerState
@@ -246,7 +246,7 @@ def test_a_plain_server_computes_in_a_type_that_the_cpu_multiplies_in(
     (model / "config.json").write_text(json.dumps(facts))
     started: list[list[str]] = []
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
-    monkeypatch.setattr(vllm_server, "fast_types", lambda on_gpu: frozenset(fast))
+    monkeypatch.setattr(cpu_settings, "fast_types", lambda on_gpu: frozenset(fast))
     monkeypatch.setattr(os, "execve", lambda program, line, env: started.append(line))
     vllm_server.serve(str(model), ["--port", "9"])
     (line,) = started
